@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test process needs set before vllmx or torch is imported."""
+
+import os
+
+# Triton kernels are tested in its interpreter; CI has no GPU.
+os.environ["TRITON_INTERPRET"] = "1"
+# Two cores are shared with child processes: threads that spin for each other cost most.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

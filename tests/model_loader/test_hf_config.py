@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HFConfig fills in what transformers would, and refuses what is missing or of another type."""
+
+import copy
+
+import pytest
+import transformers
+
+from vllmx.exceptions import CheckpointError
+from vllmx.models.hf_config import DEFAULTS, HFConfig, read_json
+
+SIZES = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_missing_values_are_derived() -> None:
+    config = HFConfig(SIZES)
+    assert (config.head_dim, config.num_key_value_heads) == (16, 4)
+    assert config.layer_types == ["full_attention"] * 8
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert config.text_config is config
+    assert config.raw == SIZES
+
+
+@pytest.mark.parametrize(
+    ("model_type", "cls"),
+    [
+        ("llama", transformers.LlamaConfig),
+        ("mistral", transformers.MistralConfig),
+        ("qwen2", transformers.Qwen2Config),
+        ("qwen3", transformers.Qwen3Config),
+        ("gemma3_text", transformers.Gemma3TextConfig),
+    ],
+)
+def test_defaults_equal_transformers(model_type, cls) -> None:
+    theirs = cls()
+    moved = {"rope_theta", "rope_local_base_freq", "sliding_window_pattern", "mlp_bias"}
+    for key, value in DEFAULTS[model_type].items():
+        if key in moved or not hasattr(theirs, key) or key == "tie_word_embeddings":
+            continue
+        if key in ("sliding_window", "attention_bias") and model_type.startswith("qwen"):
+            continue  # transformers hides the window unless use_sliding_window
+        assert getattr(theirs, key) == value, key
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_scaling": {"rope_type": "llama3", **LLAMA3}, "rope_theta": 5e5},
+        {"rope_scaling": {"type": "llama3", **LLAMA3}, "rope_theta": 5e5},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+    ],
+)
+def test_every_spelling_of_rope_settings_means_the_same(given) -> None:
+    config = HFConfig(SIZES | given)
+    assert config.rope_parameters == {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}
+
+
+def test_rope_null_and_unknown_types_are_kept_apart() -> None:
+    plain = HFConfig(SIZES | {"rope_scaling": None, "rope_theta": 5})
+    assert plain.rope_parameters == {"rope_type": "default", "rope_theta": 5.0}
+    odd = HFConfig(SIZES | {"rope_scaling": {"type": "spiral", "factor": 2.0}})
+    assert odd.rope_parameters["rope_type"] == "spiral"  # refused by name by the rope factory
+    assert HFConfig(SIZES | {"rope_scaling": {"type": "su"}}).rope_parameters["rope_type"] == (
+        "longrope"
+    )
+
+
+def test_gemma3_has_a_rope_and_a_layer_type_for_each_kind_of_layer() -> None:
+    given = {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    config = HFConfig(SIZES | given | {"head_dim": 16})
+    assert config.rope_parameters == {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    assert [t == "full_attention" for t in config.layer_types] == [i % 6 == 5 for i in range(8)]
+    nested = {kind: {"rope_type": "default", "rope_theta": 7.0} for kind in config.rope_parameters}
+    again = HFConfig(SIZES | {"model_type": "gemma3_text", "rope_parameters": nested})
+    assert again.rope_parameters == nested
+
+
+@pytest.mark.parametrize(
+    ("given", "sliding"),
+    [
+        ({"model_type": "mistral", "sliding_window": 16}, 8),
+        ({"model_type": "mistral", "sliding_window": None}, 0),
+        ({"model_type": "qwen2", "sliding_window": 16}, 0),
+        (
+            {
+                "model_type": "qwen2",
+                "sliding_window": 16,
+                "use_sliding_window": True,
+                "max_window_layers": 6,
+            },
+            2,
+        ),
+    ],
+)
+def test_layers_with_a_sliding_window(given, sliding) -> None:
+    assert HFConfig(SIZES | given).layer_types.count("sliding_attention") == sliding
+
+
+def test_nested_text_config_inherits_the_outer_keys() -> None:
+    inner = {k: v for k, v in SIZES.items() if k != "architectures"}
+    outer = {
+        "architectures": ["SomethingForConditionalGeneration"],
+        "text_config": inner,
+        "tie_word_embeddings": True,
+    }
+    config = HFConfig(outer, "dir/config.json")
+    assert config.text_config.hidden_size == 64
+    assert config.text_config.tie_word_embeddings is True
+    assert config.text_config.architectures == config.architectures
+    with pytest.raises(AttributeError, match=r"dir/config\.json has no 'hidden_size'"):
+        _ = config.hidden_size
+
+
+def test_read_is_strict() -> None:
+    config = HFConfig(SIZES | {"a": "x", "b": True, "c": None}, "dir/config.json")
+    assert config.read("hidden_size", int) == 64
+    assert type(config.read("hidden_size", float)) is float
+    assert config.read("absent", int, None) is None
+    with pytest.raises(CheckpointError, match=r"dir/config.json: 'absent' is missing"):
+        config.read("absent", int)
+    for key in ("a", "b", "c"):
+        with pytest.raises(CheckpointError, match=f"'{key}' is .* not of type int"):
+            config.read(key, int)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_attention_heads": "4"},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 3},
+        {"layer_types": ["full_attention"]},
+        {"rope_scaling": 7},
+        {"architectures": "LlamaForCausalLM"},
+    ],
+)
+def test_contradictions_are_checkpoint_errors(given) -> None:
+    with pytest.raises(CheckpointError):
+        HFConfig(SIZES | given)
+
+
+def test_copying_keeps_the_values() -> None:
+    assert copy.deepcopy(HFConfig(SIZES)).hidden_size == 64
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"'])
+def test_broken_json_is_a_checkpoint_error(tmp_path, text) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_json(path)

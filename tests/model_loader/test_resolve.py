@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""resolve_model finds the checkpoint, reads its metadata, and refuses bad input in one line."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from vllmx.exceptions import CheckpointError, ModelNotFoundError, UserError
+from vllmx.model_loader.fetch import named_source
+from vllmx.model_loader.resolve import resolve_model
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 10,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(**changes):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+        return tmp_path
+
+    return make
+
+
+def test_folder_is_resolved(config_for, folder) -> None:
+    config = config_for(folder())
+    resolve_model(config)
+    model = config.model_config
+    assert model.hf_config.hidden_size == 32
+    assert (model.max_model_len, model.max_model_len_pinned) == (64, False)
+    assert model.generation_config_dict == {}
+
+
+def test_gguf_is_resolved_by_suffix_and_by_content(config_for, write_gguf, sizes) -> None:
+    embed = {"token_embd.weight": np.zeros((10, 32), np.float32)}
+    metadata = sizes | {"tokenizer.ggml.eos_token_id": 2}
+    for name in ("m.gguf", "blob-without-suffix"):
+        config = config_for(write_gguf(embed, metadata, name=name), max_model_len=-1)
+        resolve_model(config)
+        assert config.model_config.hf_config.num_key_value_heads == 2
+        assert config.model_config.generation_config_dict == {"eos_token_id": [2]}
+        assert config.model_config.max_model_len == 128
+
+
+def test_pinned_length_is_kept_and_a_longer_one_refused(config_for, folder) -> None:
+    config = config_for(folder(), max_model_len=64)
+    resolve_model(config)
+    assert (config.model_config.max_model_len, config.model_config.max_model_len_pinned) == (
+        64,
+        True,
+    )
+    with pytest.raises(UserError, match=r"max_model_len=65 is longer than the 64 tokens"):
+        resolve_model(config_for(folder(), max_model_len=65))
+    with pytest.raises(UserError, match="at least 1"):
+        resolve_model(config_for(folder(), max_model_len=0))
+
+
+@pytest.mark.parametrize(("given", "name"), [("half", "float16"), ("float", "float32")])
+def test_dtype_aliases_are_spelled_out(config_for, folder, given, name) -> None:
+    config = config_for(folder(), dtype=given)
+    resolve_model(config)
+    assert config.model_config.dtype == name
+
+
+def test_disabled_sliding_window_caps_the_length(config_for, folder) -> None:
+    config = config_for(folder(sliding_window=16), disable_sliding_window=True)
+    resolve_model(config)
+    assert config.model_config.max_model_len == 16
+
+
+def test_overrides_replace_keys_before_values_are_derived(config_for, folder) -> None:
+    config = config_for(folder(), hf_overrides={"num_attention_heads": 2})
+    resolve_model(config)
+    assert config.model_config.hf_config.head_dim == 16
+
+
+def test_generation_config_sources(config_for, folder, tmp_path) -> None:
+    path = folder()
+    (path / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20}')
+    config = config_for(path, override_generation_config={"top_k": 5})
+    resolve_model(config)
+    assert config.model_config.generation_config_dict == {"temperature": 0.6, "top_k": 5}
+    config = config_for(path, generation_config="vllm")
+    resolve_model(config)
+    assert config.model_config.generation_config_dict == {}
+    config = config_for(path, generation_config=str(path))
+    resolve_model(config)
+    assert config.model_config.generation_config_dict["top_k"] == 20
+    with pytest.raises(UserError, match="there is no"):
+        resolve_model(config_for(path, generation_config=str(tmp_path / "absent")))
+
+
+def test_unknown_architecture_is_named_with_the_nearest(config_for, folder) -> None:
+    with pytest.raises(UserError, match=r"'LlammaForCausalLM' is not supported.*Llama") as caught:
+        resolve_model(config_for(folder(architectures=["LlammaForCausalLM"])))
+    assert "Gemma3ForCausalLM" in str(caught.value)
+
+
+def test_remote_code_is_never_the_answer(config_for, folder) -> None:
+    changes = {"architectures": ["MineForCausalLM"], "auto_map": {"AutoModel": "mine.Mine"}}
+    with pytest.raises(UserError, match="brings its own code"):
+        resolve_model(config_for(folder(**changes)))
+
+
+def test_bad_places_are_named(config_for, folder, tmp_path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"'smollm2-135': .*Did you mean smollm2-135m"):
+        resolve_model(config_for("smollm2-135"))
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        resolve_model(config_for(tmp_path))
+    with pytest.raises(CheckpointError, match="'architectures' is missing"):
+        resolve_model(config_for(folder(architectures=[])))
+    with pytest.raises(ModelNotFoundError, match="No model is set"):
+        resolve_model(config_for(""))
+    note = tmp_path / "note.txt"
+    note.write_text("hello")
+    with pytest.raises(CheckpointError, match="neither a folder nor a GGUF"):
+        resolve_model(config_for(note))
+
+
+def test_truncated_gguf_is_refused(config_for, write_gguf, sizes) -> None:
+    path = write_gguf({"token_embd.weight": np.zeros((10, 32), np.float32)}, sizes)
+    path.write_bytes(path.read_bytes()[:-500])
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf.*'token_embd\.weight'.*ends at byte"):
+        resolve_model(config_for(path))
+
+
+def test_load_format_must_fit_the_checkpoint(config_for, folder) -> None:
+    with pytest.raises(UserError, match=r"load_format=gguf, but .* is of format safetensors"):
+        resolve_model(config_for(folder(), load_format="gguf"))
+
+
+def test_offline_model_says_what_to_run(config_for, tmp_path) -> None:
+    config = config_for(offline=True, download_dir=str(tmp_path))
+    config.model_config.name = "smollm2-135m"
+    config.model_config.source = named_source("smollm2-135m")
+    with pytest.raises(ModelNotFoundError, match="run `vllmx fetch smollm2-135m`"):
+        resolve_model(config)
+
+
+def test_resolving_imports_no_torch() -> None:
+    code = "import sys, vllmx.model_loader.resolve; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

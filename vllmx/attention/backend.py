@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/v1/attention/backend.py @ v0.25.0
+"""What an attention backend is: a cache layout, a metadata builder, and the computation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllmx.ir.op import OpContext
+
+
+@dataclass
+class CommonAttentionMetadata:
+    """The batch of one step, as every backend of one KV cache group gets it.
+
+    query_start_loc: int32 [num_reqs + 1]; seq_lens: int32 [num_reqs], cached plus new tokens;
+    block_table_tensor: int32 [num_reqs, max_blocks]; slot_mapping: int64 [num_actual_tokens].
+    The `_np` fields hold the same numbers on the host. Requests with one new token come first.
+    """
+
+    query_start_loc: Tensor
+    query_start_loc_np: np.ndarray
+    seq_lens: Tensor
+    seq_lens_np: np.ndarray
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+
+
+class AttentionMetadataBuilder(ABC):
+    """Turns the batch into what this backend's `run` wants, once a step and KV cache group."""
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self.block_size = block_size
+        self.device = device
+
+    @abstractmethod
+    def build(self, common: CommonAttentionMetadata) -> Any:
+        """The backend's own metadata; it has `slot_mapping` beside what `run` needs."""
+
+
+class AttentionBackend(ABC):
+    """A way to attend over the paged cache; one file in vllmx/attention/backends each."""
+
+    name: ClassVar[str]
+
+    @staticmethod
+    @abstractmethod
+    def refusal(context: OpContext) -> bool | str:
+        """True, or why calls of this context (facts head_size, sliding_window, soft_cap) can't run."""
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        """The class that builds this backend's metadata."""
+
+    @staticmethod
+    @abstractmethod
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: Any,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+    ) -> Tensor:
+        """Attention of query [num_tokens, num_heads, head_size] to the cache; same shape back."""
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Shape of one layer's cache: key and value of a slot lie side by side."""
+        return (num_blocks, block_size, 2, num_kv_heads, head_size)
+
+    @classmethod
+    def op_call(
+        cls,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        block_table: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> Tensor:
+        """This backend as a provider of the op `paged_attention`: build the metadata, then run."""
+        starts, lengths = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
+        common = CommonAttentionMetadata(
+            query_start_loc=query_start_loc,
+            query_start_loc_np=starts,
+            seq_lens=seq_lens,
+            seq_lens_np=lengths,
+            num_reqs=len(lengths),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=int(np.diff(starts).max()),
+            max_seq_len=int(lengths.max()),
+            block_table_tensor=block_table,
+            slot_mapping=torch.empty(0, dtype=torch.int64, device=query.device),
+        )
+        metadata = cls.get_builder_cls()(key_cache.shape[1], query.device).build(common)
+        return cls.run(query, key_cache, value_cache, metadata, scale, sliding_window, soft_cap)

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/v1/attention/backends/cpu_attn.py @ v0.25.0
+"""Backend `sdpa`: gather the blocks of a request and call torch's scaled_dot_product_attention.
+
+Runs anywhere. Requests with one new token are batched in groups of like length, so that padding
+at most doubles the work; longer queries run one request at a time. Grouped-query heads are laid
+out as extra query rows, so keys and values are never repeated in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllmx.attention.backend import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllmx.ir.op import OpContext
+
+
+@dataclass
+class DecodeGroup:
+    """Requests of one new token each, padded to one number of blocks.
+
+    rows: their tokens in the batch, None where they are all of it; blocks: int64
+    [num_requests * num_blocks]; mask: [num_requests, 1, 1, num_blocks * block_size] or None where
+    nothing is hidden; length: keys to look at, where one request is alone.
+    """
+
+    rows: Tensor | None
+    num_reqs: int
+    blocks: Tensor
+    mask: Tensor | None
+    length: int
+
+
+@dataclass
+class PrefillRequest:
+    """One request of several new tokens: rows first..last of the batch see `length` keys.
+
+    mask: [last - first, length], or None where the plain causal triangle is meant.
+    """
+
+    first: int
+    last: int
+    blocks: Tensor
+    mask: Tensor | None
+    length: int
+
+
+@dataclass
+class Plan:
+    """A step's work for layers of one window width."""
+
+    decodes: list[DecodeGroup] = field(default_factory=list)
+    prefills: list[PrefillRequest] = field(default_factory=list)
+
+
+class SDPAMetadata:
+    """Plans of one step by window width; each is made when the first such layer asks."""
+
+    def __init__(self, common: CommonAttentionMetadata, block_size: int) -> None:
+        self.common = common
+        self.block_size = block_size
+        self.slot_mapping = common.slot_mapping
+        self.plans: dict[int | None, Plan] = {}
+
+    def plan(self, window: int | None) -> Plan:
+        """The plan for layers in which a token sees `window` tokens (None: all before it)."""
+        plan = self.plans.get(window)
+        if plan is None:
+            plan = self.plans[window] = self._make_plan(window)
+        return plan
+
+    def _make_plan(self, window: int | None) -> Plan:
+        starts = self.common.query_start_loc_np
+        seq_lens = self.common.seq_lens_np
+        query_lens = np.diff(starts)
+        plan = Plan()
+        single = np.flatnonzero(query_lens == 1)
+        for members in _groups_of_like_length(single, seq_lens, window):
+            plan.decodes.append(self._decode_group(members, window))
+        for i in np.flatnonzero(query_lens > 1).tolist():
+            plan.prefills.append(self._prefill(i, window))
+        return plan
+
+    def _first_block(self, seq_len: np.ndarray | int, window: int | None) -> np.ndarray | int:
+        if window is None:
+            return seq_len * 0
+        return np.maximum(seq_len - window, 0) // self.block_size
+
+    def _decode_group(self, members: np.ndarray, window: int | None) -> DecodeGroup:
+        common, block_size = self.common, self.block_size
+        seq_lens = common.seq_lens_np[members].astype(np.int64)
+        first = self._first_block(seq_lens, window)
+        width = int((-(-seq_lens // block_size) - first).max())
+        table = common.block_table_tensor
+        if len(members) == 1:
+            i, start = int(members[0]), int(first[0])
+            length = int(seq_lens[0]) - start * block_size
+            hidden = 0 if window is None else max(0, length - window)
+            mask = None
+            if hidden:
+                mask = torch.zeros(1, 1, 1, length, device=table.device)
+                mask[..., :hidden] = float("-inf")
+            rows = None if common.num_actual_tokens == 1 else _rows(common, members)
+            blocks = table[i, start : start + width].long()
+            return DecodeGroup(rows, 1, blocks, mask, length)
+        columns = np.minimum(first[:, None] + np.arange(width), table.shape[1] - 1)
+        device = table.device
+        rows_t = torch.from_numpy(members).to(device)
+        blocks = table[rows_t.unsqueeze(1), torch.from_numpy(columns).to(device)]
+        position = (first * block_size)[:, None] + np.arange(width * block_size)
+        hidden_np = position >= seq_lens[:, None]
+        if window is not None:
+            hidden_np |= position < (seq_lens - window)[:, None]
+        mask = None
+        if hidden_np.any():
+            mask = torch.zeros(hidden_np.shape, device=device)
+            mask.masked_fill_(torch.from_numpy(hidden_np).to(device), float("-inf"))
+            mask = mask[:, None, None, :]
+        whole = len(members) == common.num_actual_tokens
+        rows = None if whole else _rows(common, members)
+        return DecodeGroup(
+            rows, len(members), blocks.long().flatten(), mask, width * block_size
+        )
+
+    def _prefill(self, i: int, window: int | None) -> PrefillRequest:
+        common, block_size = self.common, self.block_size
+        first, last = int(common.query_start_loc_np[i]), int(common.query_start_loc_np[i + 1])
+        seq_len, query_len = int(common.seq_lens_np[i]), last - first
+        oldest = seq_len - query_len
+        # The oldest new token is the one that looks back furthest.
+        start = int(self._first_block(oldest + 1, window))
+        end = -(-seq_len // block_size)
+        length = seq_len - start * block_size
+        table = common.block_table_tensor
+        mask = None
+        if query_len != seq_len or (window is not None and window < seq_len):
+            rows = torch.arange(oldest, seq_len, device=table.device).unsqueeze(1)
+            columns = torch.arange(start * block_size, seq_len, device=table.device)
+            hidden = columns > rows
+            if window is not None:
+                hidden |= columns <= rows - window
+            mask = torch.zeros(hidden.shape, device=table.device)
+            mask.masked_fill_(hidden, float("-inf"))
+        return PrefillRequest(first, last, table[i, start:end].long(), mask, length)
+
+
+def _rows(common: CommonAttentionMetadata, members: np.ndarray) -> Tensor:
+    rows = common.query_start_loc_np[members].astype(np.int64)
+    return torch.from_numpy(rows).to(common.block_table_tensor.device)
+
+
+def _groups_of_like_length(
+    members: np.ndarray, seq_lens: np.ndarray, window: int | None
+) -> list[np.ndarray]:
+    """Cut the requests, sorted by length, where padding would more than double the work."""
+    if len(members) == 0:
+        return []
+    work = seq_lens[members] if window is None else np.minimum(seq_lens[members], window)
+    # A short request costs a fixed part too: below 64 keys, padding is cheaper than a call.
+    work = np.maximum(work, 64)
+    if int(work.max()) * len(members) <= 2 * int(work.sum()):
+        return [members]
+    order = np.argsort(work, kind="stable")
+    groups, current = [], [order[0]]
+    for index in order[1:]:
+        if work[index] > 2 * work[current[0]]:
+            groups.append(members[np.array(current)])
+            current = []
+        current.append(index)
+    groups.append(members[np.array(current)])
+    return groups
+
+
+class SDPAMetadataBuilder(AttentionMetadataBuilder):
+    """Builds SDPAMetadata."""
+
+    def build(self, common: CommonAttentionMetadata) -> SDPAMetadata:
+        """Metadata whose plans are made on demand."""
+        return SDPAMetadata(common, self.block_size)
+
+
+class TorchSDPABackend(AttentionBackend):
+    """torch's attention over gathered blocks."""
+
+    name = "sdpa"
+
+    @staticmethod
+    def refusal(context: OpContext) -> bool | str:
+        """Takes everything."""
+        return True
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        """SDPAMetadataBuilder."""
+        return SDPAMetadataBuilder
+
+    @staticmethod
+    def run(
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: SDPAMetadata,
+        scale: float,
+        sliding_window: int | None,
+        soft_cap: float | None,
+    ) -> Tensor:
+        """See AttentionBackend.run."""
+        plan = metadata.plan(sliding_window)
+        if not plan.prefills and len(plan.decodes) == 1 and plan.decodes[0].rows is None:
+            return _decode(query, key_cache, value_cache, plan.decodes[0], scale, soft_cap)
+        out = torch.empty_like(query)
+        for group in plan.decodes:
+            rows = group.rows if group.rows is not None else slice(None)
+            out[rows] = _decode(query[rows], key_cache, value_cache, group, scale, soft_cap)
+        for request in plan.prefills:
+            part = query[request.first : request.last]
+            out[request.first : request.last] = _prefill(
+                part, key_cache, value_cache, request, scale, soft_cap
+            )
+        return out
+
+
+def _decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    group: DecodeGroup,
+    scale: float,
+    soft_cap: float | None,
+) -> Tensor:
+    num_kv_heads, head_size = key_cache.shape[2:]
+    shape = (group.num_reqs, -1, num_kv_heads, head_size)
+    keys = key_cache.index_select(0, group.blocks).view(shape)
+    values = value_cache.index_select(0, group.blocks).view(shape)
+    if group.num_reqs == 1:
+        keys, values = keys[:, : group.length], values[:, : group.length]
+    heads = query.view(group.num_reqs, num_kv_heads, -1, head_size)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    out = _attend(heads, keys, values, group.mask, False, scale, soft_cap)
+    return out.reshape(query.shape)
+
+
+def _prefill(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    request: PrefillRequest,
+    scale: float,
+    soft_cap: float | None,
+) -> Tensor:
+    num_kv_heads, head_size = key_cache.shape[2:]
+    keys = key_cache.index_select(0, request.blocks).flatten(0, 1)[: request.length]
+    values = value_cache.index_select(0, request.blocks).flatten(0, 1)[: request.length]
+    group = query.shape[1] // num_kv_heads
+    # [kv head, head in group, token, element]; keys are broadcast over the group, not copied.
+    heads = query.view(-1, num_kv_heads, group, head_size).permute(1, 2, 0, 3)
+    keys = keys.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+    values = values.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
+    causal = request.mask is None
+    out = _attend(heads, keys, values, request.mask, causal, scale, soft_cap)
+    return out.permute(2, 0, 1, 3).reshape(query.shape)
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    soft_cap: float | None,
+) -> Tensor:
+    if mask is not None:
+        mask = mask.to(query.dtype)
+    if keys.dtype != query.dtype:
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
+    if soft_cap is None:
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=mask, is_causal=causal, scale=scale
+        )
+    scores = torch.matmul(query, keys.transpose(-1, -2)) * scale
+    scores = soft_cap * torch.tanh(scores / soft_cap)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    elif mask is not None:
+        scores = scores + mask
+    return torch.matmul(scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype), values)

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/v1/attention/selector.py @ v0.25.0
+"""Find the attention backend of a layer; backends are found by their file."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+
+from vllmx.attention import backends
+from vllmx.attention.backend import AttentionBackend
+from vllmx.exceptions import UserError
+from vllmx.ir.op import IrOpImpl
+from vllmx.ir.ops.attention import paged_attention
+
+
+def all_backends() -> dict[str, type[AttentionBackend]]:
+    """Every backend by name; each is also registered as a provider of `paged_attention`."""
+    found: dict[str, type[AttentionBackend]] = {}
+    for module_info in pkgutil.iter_modules(backends.__path__):
+        module = importlib.import_module(f"{backends.__name__}.{module_info.name}")
+        for value in vars(module).values():
+            if (
+                inspect.isclass(value)
+                and issubclass(value, AttentionBackend)
+                and value.__module__ == module.__name__
+            ):
+                found[value.name] = value
+    for name, backend in found.items():
+        if name not in paged_attention.impls:
+            paged_attention.register_impl(name, supports=backend.refusal)(backend.op_call)
+    return found
+
+
+def get_attn_backend(impl: IrOpImpl) -> type[AttentionBackend]:
+    """The backend class behind a chosen provider of `paged_attention`."""
+    known = all_backends()
+    if impl.provider not in known:
+        raise UserError(
+            f"attention backend {impl.provider!r} is unknown; choose one of {', '.join(known)}."
+        )
+    return known[impl.provider]

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/v1/engine/core.py @ v0.25.0
+"""The engine core: schedule, execute, update, again and again."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllmx.core.block_hash import (
+    get_hash_fn_by_name,
+    get_request_block_hasher,
+    init_none_hash,
+)
+from vllmx.core.interface import PauseState
+from vllmx.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllmx.core.output import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+from vllmx.engine import EngineCoreOutputs, EngineCoreRequest, PauseMode
+from vllmx.engine.executor import Executor
+from vllmx.engine.startup import (
+    get_scheduler_cls,
+    initialize_kv_caches,
+    resolve_scheduler_limits,
+)
+from vllmx.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from vllmx.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """Owns the scheduler and, through an executor, the model."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
+    ) -> None:
+        """Load the model and size the KV cache, which fills in what `vllm_config` left open."""
+        self.vllm_config = vllm_config
+        self.log_stats = log_stats
+        resolve_scheduler_limits(vllm_config)
+        self.model_executor = executor_class(vllm_config)
+        try:
+            kv_cache_config = initialize_kv_caches(vllm_config, self.model_executor)
+            block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+            self.scheduler = get_scheduler_cls(vllm_config.scheduler_config)(
+                vllm_config=vllm_config,
+                kv_cache_config=kv_cache_config,
+                structured_output_manager=None,
+                block_size=block_size,
+                hash_block_size=hash_block_size,
+                log_stats=log_stats,
+            )
+        except BaseException:
+            self.model_executor.shutdown()
+            raise
+
+        self.hash_block_size = hash_block_size
+        self.request_block_hasher: Callable[[Request], list[Any]] | None = None
+        if vllm_config.cache_config.enable_prefix_caching:
+            hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
+            init_none_hash(hash_fn)
+            self.request_block_hasher = get_request_block_hasher(hash_block_size, hash_fn)
+
+        # With async scheduling one step is planned while another is on the device.
+        self.batch_queue_size = 2 if vllm_config.scheduler_config.async_scheduling else 1
+        self.batch_queue: deque[tuple[SchedulerOutput, Any]] | None = None
+        self.step_fn = self.step
+        if self.batch_queue_size > 1:
+            self.batch_queue = deque()
+            self.step_fn = self.step_with_batch_queue
+
+    # ------------------------------------------------------------------ requests
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> Request:
+        """Turn a front end's message into a Request and hash its blocks.
+
+        May run in any thread. ValueError for what this engine does not do.
+        """
+        params = request.sampling_params
+        if params is None or request.pooling_params is not None:
+            raise ValueError("This engine generates text; pooling_params are not supported.")
+        if params.structured_outputs is not None:
+            raise ValueError("structured_outputs are not supported yet.")
+        return Request.from_engine_core_request(
+            request, self.request_block_hasher, self.hash_block_size
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Hand a request to the scheduler."""
+        if not isinstance(request.request_id, str):
+            raise TypeError(f"request_id must be a string, got {type(request.request_id)}")
+        self.scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        """End requests at once; ids that are unknown or have ended are ignored."""
+        self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def _process_aborts_queue(self) -> None:
+        """Take in the aborts that came while the model ran; nobody can send any here."""
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """Schedule, execute, update: outputs by client, and whether the model ran."""
+        if not self.scheduler.has_requests():
+            return {}, False
+        scheduler_output = self.scheduler.schedule()
+        model_output = self._wait_for(scheduler_output, self._execute(scheduler_output))
+        self._process_aborts_queue()
+        outputs = self.scheduler.update_from_output(scheduler_output, model_output)
+        return outputs, scheduler_output.total_num_scheduled_tokens > 0
+
+    def step_with_batch_queue(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """Like `step`, but the results that are taken in are those of an earlier batch.
+
+        Putting a batch on the device goes before waiting for one: nothing is returned as long as
+        the queue has room and there is more to schedule.
+        """
+        batch_queue = self.batch_queue
+        assert batch_queue is not None
+        model_executed = False
+        if self.scheduler.has_requests():
+            scheduler_output = self.scheduler.schedule()
+            result = self._execute(scheduler_output)
+            model_executed = scheduler_output.total_num_scheduled_tokens > 0
+            batch_queue.append((scheduler_output, result))
+            if len(batch_queue) < self.batch_queue_size and (
+                model_executed or self.scheduler.has_requests()
+            ):
+                return {}, model_executed
+        if not batch_queue:
+            return {}, False
+        scheduler_output, result = batch_queue.popleft()
+        model_output = self._wait_for(scheduler_output, result)
+        self._process_aborts_queue()
+        return self.scheduler.update_from_output(scheduler_output, model_output), model_executed
+
+    def _execute(
+        self, scheduler_output: SchedulerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Launch a step; the result may still be on its way."""
+        executor = self.model_executor
+        try:
+            output = executor.execute_model(scheduler_output)
+            if output is None:
+                grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
+                output = executor.sample_tokens(grammar_output)
+            return output
+        except Exception:
+            self._log_failed_step(scheduler_output)
+            raise
+
+    def _wait_for(self, scheduler_output: SchedulerOutput, result: Any) -> ModelRunnerOutput:
+        if isinstance(result, ModelRunnerOutput):
+            return result
+        try:
+            return result.get_output()
+        except Exception:
+            self._log_failed_step(scheduler_output)
+            raise
+
+    def _log_failed_step(self, scheduler_output: SchedulerOutput) -> None:
+        num_running, num_waiting = self.scheduler.get_request_counts()
+        logger.error(
+            "A step of %d tokens failed (%d new and %d known requests; %d run, %d wait): %s",
+            scheduler_output.total_num_scheduled_tokens,
+            len(scheduler_output.scheduled_new_reqs),
+            scheduler_output.scheduled_cached_reqs.num_reqs,
+            num_running,
+            num_waiting,
+            scheduler_output.num_scheduled_tokens,
+        )
+
+    # ------------------------------------------------------------------ control
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Empty the prefix cache; False if running requests still hold blocks."""
+        return self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Any:
+        """Stop scheduling: end the requests in flight (abort) or freeze them (keep).
+
+        New requests queue up until `resume_scheduler`. Mode "wait" needs a busy loop that lets the
+        running ones finish, so only EngineCoreProc has it.
+        """
+        if mode not in ("keep", "abort", "wait"):
+            raise ValueError(f"Invalid pause mode: {mode}")
+        if mode == "wait":
+            raise ValueError("'wait' mode can't be used in inproc-engine mode")
+        if mode == "abort":
+            self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.set_pause_state(
+            PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW
+        )
+        if clear_cache:
+            self.reset_prefix_cache(reset_running_requests=True)
+        return None
+
+    def resume_scheduler(self) -> None:
+        """Go on, with the requests that queued up as well."""
+        self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def is_scheduler_paused(self) -> bool:
+        """Whether anything is paused."""
+        return self.scheduler.pause_state != PauseState.UNPAUSED
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a method of every worker."""
+        return self.model_executor.collective_rpc(method, timeout, args, kwargs)
+
+    def check_health(self) -> None:
+        """Raise if a worker cannot serve any more."""
+        self.model_executor.check_health()
+
+    def shutdown(self) -> None:
+        """Stop the workers; nobody is told."""
+        self.model_executor.shutdown()
+        self.scheduler.shutdown()

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors that reach a user. Each message says what is wrong, where, and what to do."""
+
+from typing import Any
+
+
+class UserError(ValueError):
+    """A mistake in a config, a file or a flag: one line on stderr and exit code 2, no traceback."""
+
+
+class ModelNotFoundError(UserError):
+    """A model name, folder or cached file that is not there."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is truncated, corrupt, or does not match its architecture."""
+
+
+class VLLMValidationError(ValueError):
+    """A request parameter out of range; HTTP 400 with OpenAI's `param` set.
+
+    Follows upstream vllm/exceptions.py.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+
+
+class VLLMNotFoundError(Exception):
+    """Something a request names is not there; HTTP 404 with OpenAI's `param` set.
+
+    Follows upstream vllm/exceptions.py.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class EngineDeadError(RuntimeError):
+    """The engine core stopped and no request can be served any more.
+
+    Follows upstream vllm/v1/engine/exceptions.py.
+    """
+
+    def __init__(self, message: str = "The engine core is dead; see its log for the cause.") -> None:
+        super().__init__(message)
+
+
+class EngineGenerateError(RuntimeError):
+    """One request failed inside the engine; the engine itself goes on.
+
+    Follows upstream vllm/v1/engine/exceptions.py.
+    """

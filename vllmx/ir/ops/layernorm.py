@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/ir/ops/layernorm.py @ v0.25.0
+"""Root-mean-square norms."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllmx.ir.op import register_op
+
+SIZES = ((1, 64), (3, 576), (17, 640), (63, 128), (2, 1))
+
+
+@register_op
+def rms_norm(
+    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon), times weight, over the last dimension.
+
+    x: [..., hidden], any float dtype, computed in float32; weight: [hidden], in whose dtype the
+    product is taken; variance_size: leading elements the mean covers. Returns x's shape and dtype.
+    """
+    wide = x.to(torch.float32)
+    part = wide if variance_size is None else wide[..., :variance_size]
+    wide = wide * torch.rsqrt(part.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    if weight is not None:
+        wide = wide.to(weight.dtype) * weight
+    return wide.to(x.dtype)
+
+
+@register_op
+def fused_add_rms_norm(
+    x: Tensor,
+    x_residual: Tensor,
+    weight: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The norm of x + x_residual, and that sum, both in x's dtype.
+
+    The sum is taken and normed in float32; x and x_residual: [..., hidden]. A provider may
+    overwrite both inputs.
+    """
+    total = x.to(torch.float32) + x_residual.to(torch.float32)
+    part = total if variance_size is None else total[..., :variance_size]
+    normed = total * torch.rsqrt(part.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    if weight is not None:
+        normed = normed.to(weight.dtype) * weight
+    return normed.to(x.dtype), total.to(x.dtype)
+
+
+@rms_norm.register_inputs
+def _rms_norm_inputs(
+    case: int, dtype: torch.dtype, device: str, generator: torch.Generator
+) -> dict[str, Any]:
+    rows, hidden = SIZES[case % len(SIZES)]
+    # Case 1 has rows of tiny and huge variance, which a kernel that misplaces epsilon gets wrong.
+    scale = torch.logspace(-4, 2, rows).unsqueeze(1) if case == 1 else torch.ones(rows, 1)
+    x = torch.randn(rows, hidden, generator=generator) * scale
+    weight = torch.randn(hidden, generator=generator)
+    return {
+        "x": x.to(device, dtype),
+        "weight": weight.to(device, dtype),
+        "epsilon": 1e-5,
+        "variance_size": None,
+    }
+
+
+@fused_add_rms_norm.register_inputs
+def _fused_add_rms_norm_inputs(
+    case: int, dtype: torch.dtype, device: str, generator: torch.Generator
+) -> dict[str, Any]:
+    inputs = _rms_norm_inputs(case, dtype, device, generator)
+    residual = torch.randn(inputs["x"].shape, generator=generator)
+    return {"x": inputs.pop("x"), "x_residual": residual.to(device, dtype), **inputs}

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/ir/op.py (priorities) @ v0.25.0
+"""Choose a provider for each op once, when the engine is built, and say why."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllmx import kernels
+from vllmx.attention.selector import all_backends
+from vllmx.config import KernelConfig
+from vllmx.exceptions import UserError
+from vllmx.ir import ops as ir_ops
+from vllmx.ir.op import REFERENCE, IrOp, IrOpImpl, OpContext
+
+DEVICE_PRIORITY = {
+    "cpu": ["fbgemm", "cpu", "sdpa", REFERENCE],
+    "cuda": ["triton", "sdpa", REFERENCE],
+}
+"""Providers tried where the config names none."""
+
+
+@dataclass
+class OpChoice:
+    """The provider chosen for an op, and why each other one was passed over."""
+
+    op: str
+    provider: str
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def load_ops() -> dict[str, IrOp]:
+    """Import every op, provider and attention backend; what lacks its library registers a reason."""
+    for package in (ir_ops, kernels):
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+    all_backends()
+    return IrOp.registry
+
+
+class OpTable:
+    """Binds ops for one engine: one kernel config, one device, one activation dtype."""
+
+    def __init__(self, kernel_config: KernelConfig, device: str, dtype: torch.dtype) -> None:
+        self.registry = load_ops()
+        self.device = device
+        self.dtype = dtype
+        self.explicit = kernel_config.ir_op_priority
+        self.default = kernel_config.default_priority or DEVICE_PRIORITY[device]
+        self.choices: dict[str, OpChoice] = {}
+        self.shared: dict[Any, Any] = {}
+        """Tables that several layers use, such as rotary angles, by what they depend on."""
+        self._check_names()
+
+    def bind(self, op_name: str, **facts: Any) -> Callable[..., Any]:
+        """The chosen function for an op without static arguments; UserError if a named one can't."""
+        return self.choose(op_name, **facts).fn
+
+    def choose(self, op_name: str, **facts: Any) -> IrOpImpl:
+        """The chosen provider of `op_name` for calls with these static facts.
+
+        A provider named for this op in `kernel.ir_op_priority` that refuses raises UserError; one
+        of the default list is passed over and its reason kept in `choices`.
+        """
+        op = self.registry[op_name]
+        context = OpContext(self.device, self.dtype, facts)
+        refused: dict[str, str] = {}
+        chosen: IrOpImpl | None = None
+        wanted = self.explicit.get(op_name)
+        for provider in wanted or [*self.default, REFERENCE]:
+            impl = op.impls.get(provider)
+            if impl is None or provider in refused:
+                continue
+            reason = impl.refusal(context)
+            if reason is None:
+                chosen = impl
+                break
+            if wanted:
+                raise UserError(
+                    f"kernel.ir_op_priority.{op_name}: provider {provider} cannot be used: {reason}"
+                )
+            refused[provider] = reason
+        assert chosen is not None, f"{op_name}: the reference refuses {context}"
+        for provider, impl in op.impls.items():
+            if provider != chosen.provider and provider not in refused:
+                refused[provider] = impl.refusal(context) or "not first in the priority list"
+        self.choices.setdefault(op_name, OpChoice(op_name, chosen.provider, refused))
+        return chosen
+
+    def choose_attention(self, backend: str | None, **facts: Any) -> IrOpImpl:
+        """The provider of `paged_attention` that is a backend; `backend` names it, if given.
+
+        The reference is no backend: it re-reads the block table in every layer.
+        """
+        impls = self.registry["paged_attention"].impls
+        if backend is not None:
+            if backend not in impls or backend == REFERENCE:
+                names = ", ".join(name for name in impls if name != REFERENCE)
+                raise UserError(f"attention.backend={backend!r}: choose one of {names}.")
+            reason = impls[backend].refusal(OpContext(self.device, self.dtype, facts))
+            if reason is not None:
+                raise UserError(f"attention.backend={backend}: it cannot be used: {reason}.")
+            others = {name: f"attention.backend={backend}" for name in impls if name != backend}
+            self.choices.setdefault("paged_attention", OpChoice("paged_attention", backend, others))
+            return impls[backend]
+        impl = self.choose("paged_attention", **facts)
+        return impl if impl.provider != REFERENCE else impls["sdpa"]
+
+    def _check_names(self) -> None:
+        known = {provider for op in self.registry.values() for provider in op.impls}
+        for op_name, providers in self.explicit.items():
+            if op_name not in self.registry:
+                raise UserError(
+                    f"kernel.ir_op_priority.{op_name}: no such op; "
+                    f"the ops are {', '.join(sorted(self.registry))}."
+                )
+            for provider in providers:
+                if provider not in self.registry[op_name].impls:
+                    raise UserError(
+                        f"kernel.ir_op_priority.{op_name}: no provider {provider!r}; "
+                        f"it has {', '.join(self.registry[op_name].impls)}."
+                    )
+        for provider in self.default:
+            if provider not in known | set(DEVICE_PRIORITY[self.device]):
+                raise UserError(
+                    f"kernel.default_priority: no op has a provider {provider!r}; "
+                    f"there are {', '.join(sorted(known))}."
+                )
+
+
+def explain(kernel_config: KernelConfig, device: str, dtype: torch.dtype) -> list[OpChoice]:
+    """For each op, the provider that a dense layer of `dtype` on `device` would get, and why."""
+    table = OpTable(kernel_config, device, dtype)
+    for op_name in sorted(table.registry):
+        table.choose(op_name)
+    return [table.choices[op_name] for op_name in sorted(table.choices)]

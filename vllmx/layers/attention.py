@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/model_executor/layers/attention/attention.py @ v0.25.0
+"""The attention layer: writes this step's keys and values to the cache and attends over it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from vllmx.attention.backend import AttentionBackend
+from vllmx.attention.selector import get_attn_backend
+from vllmx.config import VllmConfig
+from vllmx.core.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllmx.forward_context import get_forward_context
+from vllmx.ir.select import OpTable
+from vllmx.platform import torch_dtype
+
+
+class Attention(nn.Module):
+    """Multi-head, grouped-query or multi-query attention over the paged cache.
+
+    `prefix` names the layer and its part of the cache. The runner sets `key_cache` and
+    `value_cache`, [num_blocks, block_size, num_kv_heads, head_size].
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        *,
+        vllm_config: VllmConfig,
+        ops: OpTable,
+        prefix: str,
+        per_layer_sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+        self.num_kv_heads = num_kv_heads
+        self.layer_name = prefix
+        self.sliding_window = per_layer_sliding_window
+        self.logits_soft_cap = logits_soft_cap
+        cache_dtype = vllm_config.cache_config.cache_dtype
+        self.kv_cache_dtype = ops.dtype if cache_dtype == "auto" else torch_dtype(cache_dtype)
+        facts = {
+            "head_size": head_size,
+            "sliding_window": per_layer_sliding_window,
+            "soft_cap": logits_soft_cap,
+            "kv_cache_dtype": self.kv_cache_dtype,
+        }
+        self.backend: type[AttentionBackend] = get_attn_backend(
+            ops.choose_attention(vllm_config.attention_config.backend, **facts)
+        )
+        self._run = self.backend.run
+        self._reshape_and_cache = ops.bind("reshape_and_cache", **facts)
+        self.key_cache: Tensor
+        self.value_cache: Tensor
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Use `kv_cache`, of the backend's shape, from now on."""
+        self.key_cache, self.value_cache = kv_cache[:, :, 0], kv_cache[:, :, 1]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query: [num_tokens, num_heads * head_size]; key, value: [num_tokens, kv size].
+
+        Returns [num_tokens, num_heads * head_size].
+        """
+        metadata = get_forward_context().attn_metadata[self.layer_name]
+        heads = (-1, self.num_kv_heads, self.head_size)
+        self._reshape_and_cache(
+            key.view(heads),
+            value.view(heads),
+            self.key_cache,
+            self.value_cache,
+            metadata.slot_mapping,
+        )
+        out = self._run(
+            query.view(-1, self.num_heads, self.head_size),
+            self.key_cache,
+            self.value_cache,
+            metadata,
+            self.scale,
+            self.sliding_window,
+            self.logits_soft_cap,
+        )
+        return out.view(-1, self.num_heads * self.head_size)
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        """What this layer keeps for each token, and for how long."""
+        block_size = vllm_config.cache_config.block_size
+        assert block_size is not None
+        dtype = str(self.kv_cache_dtype).removeprefix("torch.")
+        common = {
+            "block_size": block_size,
+            "num_kv_heads": self.num_kv_heads,
+            "head_size": self.head_size,
+            "dtype": dtype,
+        }
+        if self.sliding_window is None:
+            return FullAttentionSpec(**common)
+        return SlidingWindowSpec(**common, sliding_window=self.sliding_window)
+
+
+def attention_layers(model: nn.Module) -> dict[str, Attention]:
+    """The attention layers of a model by name, in order."""
+    return {m.layer_name: m for m in model.modules() if isinstance(m, Attention)}

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/model_executor/layers/layernorm.py @ v0.25.0
+"""Norm layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vllmx.ir.select import OpTable
+from vllmx.layers.parameter import WeightHolder
+
+
+class RMSNorm(WeightHolder, nn.Module):
+    """Root-mean-square norm, optionally of the sum with a residual."""
+
+    def __init__(self, hidden_size: int, eps: float, ops: OpTable) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.weight = torch.ones(hidden_size, dtype=ops.dtype, device=ops.device)
+        self._rms_norm = ops.bind("rms_norm", hidden_size=hidden_size)
+        self._fused_add_rms_norm = ops.bind("fused_add_rms_norm", hidden_size=hidden_size)
+
+    def expected_weights(self) -> dict[tuple[str, str | None], tuple[int, ...]]:
+        """The one weight, [hidden_size]."""
+        return {("weight", None): (self.hidden_size,)}
+
+    def finish_loading(self) -> None:
+        """Bring the weight to the activation dtype."""
+        self.weight = self.take_float("weight").to(self.weight)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """norm(x), or (norm(x + residual), x + residual); x: [num_tokens, ..., hidden_size]."""
+        if residual is None:
+            return self._rms_norm(x, self.weight, self.variance_epsilon)
+        return self._fused_add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+
+
+class GemmaRMSNorm(RMSNorm):
+    """RMSNorm whose factor is 1 + weight, multiplied in float32."""
+
+    def __init__(self, hidden_size: int, eps: float, ops: OpTable) -> None:
+        super().__init__(hidden_size, eps, ops)
+        self.weight = self.weight.float()
+
+    def finish_loading(self) -> None:
+        """Keep 1 + weight in float32: that is what every call multiplies with."""
+        self.weight = self.take_float("weight").to(self.weight) + 1.0

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/model_executor/parameter.py @ v0.25.0
+"""How a layer receives its weights: shard by shard, and packed as soon as it has them all.
+
+The shards stay views of the memory-mapped checkpoint until then, so that loading never holds
+more than one layer's weights expanded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllmx.exceptions import CheckpointError
+
+
+def to_float(tensor: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A checkpoint tensor, quantised or not, as a dense tensor of `dtype`."""
+    if isinstance(tensor, Tensor):
+        return tensor.to(dtype)
+    return tensor.dequantize(dtype=dtype)
+
+
+class WeightHolder:
+    """Mixin of every layer that has weights."""
+
+    loaded: dict[tuple[str, str | None], Any] | None = None
+    is_loaded: bool = False
+
+    def expected_weights(self) -> dict[tuple[str, str | None], tuple[int, ...]]:
+        """Shape of each (parameter, shard) that must come from the checkpoint."""
+        raise AssertionError(f"{type(self).__name__} does not say what weights it expects")
+
+    def finish_loading(self) -> None:
+        """Called once all expected weights are there; turns `self.loaded` into what runs."""
+        raise AssertionError(f"{type(self).__name__} does not say how its weights are packed")
+
+    def load_weight(self, param: str, shard_id: str | None, tensor: Any, source_name: str) -> None:
+        """Take one tensor of the checkpoint; CheckpointError where its shape is another."""
+        expected = self.expected_weights()
+        key = (param, shard_id)
+        if key not in expected:
+            raise CheckpointError(
+                f"weight {source_name}: {type(self).__name__} has no parameter "
+                f"{param}{'' if shard_id is None else f' with part {shard_id}'}."
+            )
+        if tuple(tensor.shape) != expected[key]:
+            raise CheckpointError(
+                f"weight {source_name} has shape {list(tensor.shape)}, "
+                f"the config wants {list(expected[key])}."
+            )
+        if self.loaded is None:
+            self.loaded = {}
+        if key in self.loaded or self.is_loaded:
+            raise CheckpointError(f"weight {source_name} is in the checkpoint twice.")
+        self.loaded[key] = tensor
+        if len(self.loaded) == len(expected):
+            self.finish_loading()
+            self.is_loaded, self.loaded = True, None
+
+    def take_float(self, param: str) -> Tensor:
+        """The one unsharded `param` as float32."""
+        assert self.loaded is not None
+        return to_float(self.loaded[(param, None)])

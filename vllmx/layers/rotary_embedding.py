@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/model_executor/layers/rotary_embedding/ @ v0.25.0
+"""Rotary embeddings: the table of angles for each kind of scaling, applied by an op."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllmx.exceptions import CheckpointError
+from vllmx.ir.select import OpTable
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries and keys by a table of cosines and sines.
+
+    cos_sin_cache: float32 [max_position, rotary_dim], cosines then sines.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        inv_freq: Tensor,
+        max_position: int,
+        is_neox_style: bool,
+        attention_factor: float,
+        ops: OpTable,
+    ) -> None:
+        super().__init__()
+        self.head_size = head_size
+        self.is_neox_style = is_neox_style
+        angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inv_freq)
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+        self.cos_sin_cache = table.to(ops.device)
+        self._rotary_embedding = ops.bind(
+            "rotary_embedding",
+            head_size=head_size,
+            rotary_dim=2 * len(inv_freq),
+            is_neox_style=is_neox_style,
+        )
+
+    def forward(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """positions: int64 [num_tokens]; query, key: [num_tokens, heads * head_size]."""
+        return self._rotary_embedding(
+            positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style
+        )
+
+
+def get_rope(
+    head_size: int,
+    max_position: int,
+    rope_parameters: dict[str, Any],
+    ops: OpTable,
+    is_neox_style: bool = True,
+) -> RotaryEmbedding:
+    """The rotary embedding for a config's rope parameters; layers that agree on them share it.
+
+    rope_parameters has rope_type, rope_theta and what the type needs. A type without a formula
+    here raises CheckpointError: plain rotation would be right for short prompts only.
+    """
+    key = ("rope", head_size, max_position, is_neox_style, repr(sorted(rope_parameters.items())))
+    if key not in ops.shared:
+        inv_freq, attention_factor = compute_inv_freq(head_size, max_position, rope_parameters)
+        ops.shared[key] = RotaryEmbedding(
+            head_size, inv_freq, max_position, is_neox_style, attention_factor, ops
+        )
+    return ops.shared[key]
+
+
+def compute_inv_freq(
+    head_size: int, max_position: int, rope_parameters: dict[str, Any]
+) -> tuple[Tensor, float]:
+    """Inverse frequencies, float32 [rotary_dim / 2], and the factor on cosines and sines."""
+    rope_type = rope_parameters["rope_type"]
+    if rope_type not in SCALINGS:
+        raise CheckpointError(
+            f"rope_type {rope_type!r} is not supported; {', '.join(SCALINGS)} are."
+        )
+    rotary_dim = int(head_size * rope_parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    inv_freq = 1.0 / (rope_parameters["rope_theta"] ** exponents)
+    if (factors := rope_parameters.get("freq_factors")) is not None:
+        # GGUF ships the scaled frequencies as divisors, and no other parameters.
+        return inv_freq / torch.as_tensor(factors, dtype=torch.float32), 1.0
+    return SCALINGS[rope_type](inv_freq, rope_parameters, max_position)
+
+
+def _default(inv_freq: Tensor, parameters: dict[str, Any], _: int) -> tuple[Tensor, float]:
+    return inv_freq, 1.0
+
+
+def _linear(inv_freq: Tensor, parameters: dict[str, Any], _: int) -> tuple[Tensor, float]:
+    return inv_freq / parameters["factor"], 1.0
+
+
+def _llama3(inv_freq: Tensor, parameters: dict[str, Any], _: int) -> tuple[Tensor, float]:
+    """Slow waves are stretched by `factor`, fast ones kept, those between blended."""
+    factor, original = parameters["factor"], parameters["original_max_position_embeddings"]
+    low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
+    turns = original * inv_freq / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - blend) * inv_freq / factor + blend * inv_freq, 1.0
+
+
+def _yarn(
+    inv_freq: Tensor, parameters: dict[str, Any], max_position: int
+) -> tuple[Tensor, float]:
+    """Interpolate the waves that do not fit the original context, keep the fast ones."""
+    factor = parameters["factor"]
+    original = parameters.get("original_max_position_embeddings") or max_position
+    dim, base = 2 * len(inv_freq), parameters["rope_theta"]
+
+    def dimension_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    low = dimension_of(parameters.get("beta_fast") or 32)
+    high = dimension_of(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    span = max(high - low, 0.001)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
+    scaled = inv_freq / factor * ramp + inv_freq * (1 - ramp)
+    return scaled, _yarn_attention_factor(parameters, factor)
+
+
+def _yarn_attention_factor(parameters: dict[str, Any], factor: float) -> float:
+    if parameters.get("attention_factor") is not None:
+        return parameters["attention_factor"]
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return mscale(parameters["mscale"]) / mscale(parameters["mscale_all_dim"])
+    return mscale(1.0)
+
+
+SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/model_executor/model_loader/{base,default,dummy}_loader.py @ v0.25.0
+"""Builds the model and fills it with weights."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vllmx.config import VllmConfig
+from vllmx.ir.select import OpTable
+from vllmx.layers.parameter import WeightHolder
+from vllmx.model_loader.weights import iterate_weights
+from vllmx.registry import get_model_cls
+
+
+def load_model(vllm_config: VllmConfig, ops: OpTable) -> nn.Module:
+    """The model of `vllm_config` with its weights packed; CheckpointError where they don't fit."""
+    model = get_model_cls(vllm_config.model_config.hf_config)(vllm_config=vllm_config, ops=ops)
+    if vllm_config.load_config.load_format == "dummy":
+        load_dummy_weights(model, vllm_config)
+    else:
+        model.load_weights(iterate_weights(vllm_config))
+    return model.eval()
+
+
+def load_dummy_weights(model: Any, vllm_config: VllmConfig) -> None:
+    """Fill `model` with random weights that depend on model.seed and each weight's name only.
+
+    Matrices are scaled by 1 / sqrt(fan in), norms are near one, so logits are not degenerate.
+    """
+    mapper = model.hf_to_vllm_mapper
+    sources = {(ours, shard): part for part, (ours, shard) in mapper.stacked.items()}
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, module in model.named_modules():
+            if not isinstance(module, WeightHolder):
+                continue
+            for (param, shard), shape in module.expected_weights().items():
+                source = f"{name}.{param}"
+                if shard is not None:
+                    ours = f".{name.rpartition('.')[2]}."
+                    source = source.replace(ours, sources[(ours, shard)])
+                yield source, dummy_weight(source, shape, vllm_config.model_config.seed)
+
+    model.load_weights(weights())
+
+
+def dummy_weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """A random float32 tensor of `shape`, the same for the same name and seed."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (seed << 32))
+    values = torch.randn(shape, generator=generator)
+    if len(shape) == 1:
+        return values * 0.02 + (0.0 if name.endswith(".bias") else 1.0)
+    return values * shape[-1] ** -0.5

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the checkpoint and fills in what only its metadata can tell. Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from vllmx.config import ModelConfig, VllmConfig
+from vllmx.exceptions import CheckpointError, ModelNotFoundError, UserError
+from vllmx.model_loader.fetch import cached_path, fetch, model_files
+from vllmx.model_loader.gguf_config import generation_config_from_gguf, hf_config_from_gguf
+from vllmx.model_loader.gguf_reader import MAGIC, GGUFReader
+from vllmx.models.hf_config import HFConfig, read_json
+
+logger = logging.getLogger(__name__)
+
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+
+
+def resolve_model(vllm_config: VllmConfig) -> None:
+    """Find the model of `vllm_config` and fill in its model_config, in place.
+
+    Sets model (absolute path), hf_config, generation_config_dict, max_model_len with
+    max_model_len_pinned, and replaces aliases of dtype. Fetches a named model that is not in
+    the cache unless load.offline is set. Reads metadata only, no weights. Raises UserError.
+    """
+    config = vllm_config.model_config
+    path = _find(vllm_config)
+    config.model = str(path)
+    gguf = None
+    if is_gguf(path):
+        gguf = GGUFReader(path)
+        hf_config = hf_config_from_gguf(gguf)
+    else:
+        hf_config = _folder_config(path)
+    if config.hf_overrides:
+        hf_config = HFConfig(
+            hf_config.raw | config.hf_overrides, f"{hf_config.origin} with hf_overrides"
+        )
+    hf_config.gguf = gguf
+    config.hf_config = hf_config
+    _check_load_format(vllm_config, path)
+    _check_architecture(hf_config)
+    config.dtype = DTYPE_ALIASES.get(config.dtype, config.dtype)
+    _resolve_max_model_len(config)
+    config.generation_config_dict = _generation_config(config, path, gguf)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether `path` is a file in GGUF form, by suffix or by its first bytes."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".gguf":
+        return True
+    with open(path, "rb") as handle:
+        return handle.read(4) == MAGIC
+
+
+def _find(vllm_config: VllmConfig) -> Path:
+    config, load = vllm_config.model_config, vllm_config.load_config
+    if config.model:
+        path = Path(config.model).expanduser().absolute()
+        if path.is_dir() or is_gguf(path):
+            return path
+        if path.is_file():
+            raise CheckpointError(f"{path} is neither a folder nor a GGUF file.")
+        raise ModelNotFoundError(_not_there(config.model))
+    if config.source is None:
+        raise ModelNotFoundError(
+            f"No model is set: pass a path or one of {', '.join(model_files()) or 'conf/model'}."
+        )
+    name = config.name or config.source.packages[0].split("==")[0]
+    if path := cached_path(name, config.source, load.download_dir):
+        return path
+    if load.offline:
+        raise ModelNotFoundError(
+            f"Model {name!r} is not in the cache and load.offline is set; run `vllmx fetch {name}` "
+            "where there is a network."
+        )
+    return fetch(config.source, load.download_dir, load.use_tqdm_on_load, name=name)
+
+
+def _not_there(model: str) -> str:
+    names = model_files()
+    near = get_close_matches(model, names, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    known = f" Named models: {', '.join(names)}." if names else ""
+    return f"Model {model!r}: no such folder or file, and no model of that name.{hint}{known}"
+
+
+def _folder_config(folder: Path) -> HFConfig:
+    path = folder / "config.json"
+    if not path.is_file():
+        found = sorted(folder.glob("*.gguf"))
+        hint = f" It holds a GGUF file: pass {found[0]}." if found else ""
+        raise CheckpointError(f"{folder} has no config.json.{hint}")
+    return HFConfig(read_json(path), str(path))
+
+
+def _check_load_format(vllm_config: VllmConfig, path: Path) -> None:
+    wanted = vllm_config.load_config.load_format
+    found = "gguf" if path.is_file() else "safetensors"
+    if wanted not in ("auto", "dummy", found):
+        raise UserError(f"load.load_format={wanted}, but {path} is of format {found}.")
+
+
+def _check_architecture(config: HFConfig) -> None:
+    """Refuse an architecture that is not in vllmx/models, and one that brings its own code."""
+    from vllmx.registry import architectures
+
+    known = architectures()
+    names = config.architectures
+    if any(name in known for name in names):
+        return
+    if not names:
+        raise CheckpointError(f"{config.origin}: 'architectures' is missing or empty.")
+    near = get_close_matches(str(names[0]), known, n=3, cutoff=0.5)
+    nearest = f" Nearest by name: {', '.join(near)}." if near else ""
+    code = (
+        " It brings its own code (auto_map), which vllmx never runs."
+        if "auto_map" in config
+        else ""
+    )
+    raise UserError(
+        f"{config.origin}: architecture {names[0]!r} is not supported.{code}{nearest} "
+        f"Supported: {', '.join(sorted(known))}."
+    )
+
+
+def _resolve_max_model_len(config: ModelConfig) -> None:
+    limit = config.hf_text_config.read("max_position_embeddings", int)
+    window = config.hf_text_config.read("sliding_window", int, None)
+    if config.disable_sliding_window and window is not None:
+        limit = min(limit, window)
+    wanted = config.max_model_len
+    config.max_model_len_pinned = wanted not in (None, -1)
+    if not config.max_model_len_pinned:
+        config.max_model_len = limit
+    elif wanted > limit:
+        raise UserError(
+            f"model.max_model_len={wanted} is longer than the {limit} tokens that the model takes "
+            f"(max_position_embeddings in {config.hf_config.origin}); lower it to {limit} or less."
+        )
+    elif wanted == 0:
+        raise UserError("model.max_model_len=0: must be at least 1.")
+
+
+def _generation_config(config: ModelConfig, path: Path, gguf: GGUFReader | None) -> dict[str, Any]:
+    """Sampling defaults of the model with model.override_generation_config on top."""
+    where = config.generation_config
+    values: dict[str, Any] = {}
+    if where == "auto" and gguf is not None:
+        values = generation_config_from_gguf(gguf)
+    elif where == "auto":
+        file = path / "generation_config.json"
+        values = read_json(file) if file.is_file() else {}
+    elif where != "vllm":
+        file = Path(where).expanduser() / "generation_config.json"
+        if not file.is_file():
+            raise UserError(f"model.generation_config={where}: there is no {file}.")
+        values = read_json(file)
+    return values | config.override_generation_config

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A strict view of a checkpoint's config.json, under transformers' key names.
+
+GGUF metadata is translated to the same keys by vllmx/model_loader/gguf_config.py. What
+transformers derives or defaults (head_dim, layer_types, rope parameters) is filled in here once,
+so that models read plain attributes. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from vllmx.exceptions import CheckpointError
+
+if TYPE_CHECKING:
+    from vllmx.model_loader.gguf_reader import GGUFReader
+
+REQUIRED: Final = object()
+
+LLAMA_DEFAULTS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rope_theta": 10000.0,
+}
+GEMMA3_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+QWEN_DEFAULTS = LLAMA_DEFAULTS | {
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": 28,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA_DEFAULTS,
+    "mistral": LLAMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": QWEN_DEFAULTS,
+    "qwen3": QWEN_DEFAULTS | {"head_dim": 128},
+    "gemma3_text": GEMMA3_DEFAULTS,
+}
+"""What transformers assumes, by model_type, for keys that a config.json may leave out."""
+
+
+class HFConfig:
+    """The values of a config.json; keys are attributes, a missing one is an AttributeError.
+
+    `origin` is the file the values came from and appears in errors. `text_config` is the language
+    model's part: the config itself where it is not nested. `raw` holds the values as read, and
+    `gguf` the open reader of a GGUF checkpoint, so that it is parsed once.
+    """
+
+    def __init__(self, values: dict[str, Any], origin: str = "config.json") -> None:
+        self.raw = dict(values)
+        self.origin = origin
+        self.gguf: GGUFReader | None = None
+        self._values = dict(values)
+        nested = self._values.get("text_config")
+        if isinstance(nested, dict):
+            inner = dict(nested)
+            for key in ("architectures", "tie_word_embeddings", "dtype", "torch_dtype"):
+                if key in self._values:
+                    inner.setdefault(key, self._values[key])
+            self._values["text_config"] = HFConfig(inner, f"{origin} (text_config)")
+        else:
+            self._values.pop("text_config", None)
+            _normalise(self)
+
+    def __getattr__(self, key: str) -> Any:
+        if key.startswith("_"):  # not yet constructed, or a protocol such as copy's
+            raise AttributeError(key)
+        if key in self._values:
+            return self._values[key]
+        if key == "text_config":
+            return self
+        raise AttributeError(f"{self.origin} has no {key!r}.")
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __repr__(self) -> str:
+        return f"HFConfig({self._values!r}, origin={self.origin!r})"
+
+    def read(self, key: str, kind: type | tuple[type, ...], default: Any = REQUIRED) -> Any:
+        """Return the value of `key`, which must be of type `kind` (an int passes for a float).
+
+        Raises CheckpointError, naming the key and the file, when it is missing without a
+        `default` or has another type.
+        """
+        value = self._values.get(key, default)
+        if value is REQUIRED:
+            raise CheckpointError(f"{self.origin}: {key!r} is missing.")
+        if value is default:
+            return value
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        if float in kinds and type(value) is int:
+            return float(value)
+        if not isinstance(value, kinds) or (type(value) is bool and bool not in kinds):
+            names = " or ".join(k.__name__ for k in kinds)
+            raise CheckpointError(f"{self.origin}: {key!r} is {value!r}, not of type {names}.")
+        return value
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values, derived ones included, as a new dict."""
+        return {k: v.to_dict() if isinstance(v, HFConfig) else v for k, v in self._values.items()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the JSON object in `path`; CheckpointError where it isn't one."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds a {type(values).__name__}, not a JSON object.")
+    return values
+
+
+def _normalise(config: HFConfig) -> None:
+    """Fill in defaults and derived values of a flat config, in place."""
+    values = config._values
+    config.read("architectures", list, [])
+    config.read("model_type", str, "")
+    for key, value in DEFAULTS.get(values.get("model_type", ""), {}).items():
+        values.setdefault(key, value)
+    values.setdefault("dtype", values.get("torch_dtype"))
+    if "num_attention_heads" in values:
+        _derive_attention(config)
+    values["rope_parameters"] = _rope_parameters(config)
+
+
+def _derive_attention(config: HFConfig) -> None:
+    values = config._values
+    heads = config.read("num_attention_heads", int)
+    layers = config.read("num_hidden_layers", int)
+    hidden = config.read("hidden_size", int)
+    for key, value in (("num_attention_heads", heads), ("num_hidden_layers", layers)):
+        if value < 1:
+            raise CheckpointError(f"{config.origin}: {key!r} is {value}, it must be positive.")
+    if values.get("num_key_value_heads") is None:
+        values["num_key_value_heads"] = heads
+    kv_heads = config.read("num_key_value_heads", int)
+    if kv_heads < 1 or heads % kv_heads:
+        raise CheckpointError(
+            f"{config.origin}: {heads} attention heads cannot share {kv_heads} key/value heads."
+        )
+    if values.get("head_dim") is None:
+        values["head_dim"] = hidden // heads
+    if values.get("layer_types") is None:
+        values["layer_types"] = _layer_types(config, layers)
+    if len(values["layer_types"]) != layers:
+        raise CheckpointError(
+            f"{config.origin}: layer_types names {len(values['layer_types'])} layers, "
+            f"num_hidden_layers is {layers}."
+        )
+
+
+def _layer_types(config: HFConfig, layers: int) -> list[str]:
+    """Kind of attention of each layer, where config.json leaves it to the model type."""
+    values = config._values
+    full, sliding = "full_attention", "sliding_attention"
+    if values.get("model_type") == "gemma3_text":
+        period = values.get("_sliding_window_pattern") or values["sliding_window_pattern"]
+        return [full if (i + 1) % period == 0 else sliding for i in range(layers)]
+    if values.get("sliding_window") is None:
+        return [full] * layers
+    if "use_sliding_window" in values:  # Qwen: the first layers stay full
+        if not values["use_sliding_window"]:
+            return [full] * layers
+        return [sliding if i >= values["max_window_layers"] else full for i in range(layers)]
+    return [sliding if values.get("model_type") == "mistral" else full] * layers
+
+
+def _rope_parameters(config: HFConfig) -> dict[str, Any]:
+    """Rope settings in one form, whichever generation of keys the file uses.
+
+    {"rope_type", "rope_theta", scaling keys...}; a model with two kinds of layers (Gemma 3) has
+    such a dict for each kind.
+    """
+    given = config.read("rope_parameters", dict, None) or config.read("rope_scaling", dict, None)
+    kinds = {"full_attention", "sliding_attention"}
+    if given and set(given) <= kinds:
+        return {kind: _one_rope(config, given[kind] or {}, "rope_theta") for kind in given}
+    if config._values.get("model_type") != "gemma3_text":
+        return _one_rope(config, given or {}, "rope_theta")
+    return {
+        "full_attention": _one_rope(config, given or {}, "rope_theta"),
+        "sliding_attention": _one_rope(config, {}, "rope_local_base_freq"),
+    }
+
+
+def _one_rope(config: HFConfig, given: dict[str, Any], theta_key: str) -> dict[str, Any]:
+    result = dict(given)
+    legacy = result.pop("type", None)
+    rope_type = result.setdefault("rope_type", legacy or "default")
+    if not isinstance(rope_type, str):
+        raise CheckpointError(f"{config.origin}: rope_type is {rope_type!r}, not a name.")
+    if rope_type == "su":  # the first name of longrope
+        result["rope_type"] = "longrope"
+    if result.get("rope_theta") is None:
+        result["rope_theta"] = config.read(theta_key, float, 10000.0)
+    for key in ("original_max_position_embeddings", "partial_rotary_factor"):
+        if key in config and key not in result:
+            result[key] = config._values[key]
+    return result

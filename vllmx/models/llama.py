@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/model_executor/models/llama.py @ v0.25.0
+"""Llama: the dense decoder that most models are variations of. Read this one first.
+
+Shapes: T tokens of the whole batch, H hidden size, V vocabulary. There is no batch dimension:
+the tokens of all requests lie one after another, and only attention knows where each begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from vllmx.config import VllmConfig
+from vllmx.ir.select import OpTable
+from vllmx.layers.activation import get_act_and_mul_fn
+from vllmx.layers.attention import Attention
+from vllmx.layers.layernorm import RMSNorm
+from vllmx.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllmx.layers.logits_processor import LogitsProcessor
+from vllmx.layers.rotary_embedding import get_rope
+from vllmx.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllmx.models.hf_config import HFConfig
+from vllmx.models.utils import LLAMA_MAPPER, AutoWeightsLoader, make_layers, maybe_prefix
+
+
+class LlamaMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(
+        self, config: HFConfig, *, vllm_config: VllmConfig, ops: OpTable, prefix: str
+    ) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        bias = config.read("mlp_bias", bool, False)
+        shared: dict[str, Any] = {"vllm_config": vllm_config, "ops": ops}
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden, [inner, inner], bias, prefix=f"{prefix}.gate_up_proj", **shared
+        )
+        self.down_proj = RowParallelLinear(
+            inner, hidden, bias, prefix=f"{prefix}.down_proj", **shared
+        )
+        self.act_fn = get_act_and_mul_fn(config.hidden_act, ops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [T, H] -> [T, H]."""
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(
+        self, config: HFConfig, *, vllm_config: VllmConfig, ops: OpTable, prefix: str
+    ) -> None:
+        super().__init__()
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        head_dim = config.head_dim
+        self.q_size, self.kv_size = heads * head_dim, kv_heads * head_dim
+        bias = config.read("attention_bias", bool, False)
+        shared: dict[str, Any] = {"vllm_config": vllm_config, "ops": ops}
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            head_dim,
+            heads,
+            kv_heads,
+            bias,
+            prefix=f"{prefix}.qkv_proj",
+            **shared,
+        )
+        self.o_proj = RowParallelLinear(
+            self.q_size, config.hidden_size, bias, prefix=f"{prefix}.o_proj", **shared
+        )
+        self.rotary_emb = get_rope(
+            head_dim, config.max_position_embeddings, config.rope_parameters, ops
+        )
+        self.attn = Attention(
+            heads, head_dim, head_dim**-0.5, kv_heads, prefix=f"{prefix}.attn", **shared
+        )
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        """positions: int64 [T]; hidden_states: [T, H] -> [T, H]."""
+        qkv = self.qkv_proj(hidden_states)
+        qk, v = qkv.split((self.q_size + self.kv_size, self.kv_size), dim=-1)
+        # Queries and keys are rotated as one tensor: to the rotation, heads are alike.
+        qk, _ = self.rotary_emb(positions, qk)
+        q, k = qk.split((self.q_size, self.kv_size), dim=-1)
+        return self.o_proj(self.attn(q, k, v))
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and MLP, each normed before, with the residual carried along."""
+
+    def __init__(
+        self, config: HFConfig, *, vllm_config: VllmConfig, ops: OpTable, prefix: str
+    ) -> None:
+        super().__init__()
+        shared: dict[str, Any] = {"vllm_config": vllm_config, "ops": ops}
+        self.self_attn = LlamaAttention(config, prefix=f"{prefix}.self_attn", **shared)
+        self.mlp = LlamaMLP(config, prefix=f"{prefix}.mlp", **shared)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns (output, residual), both [T, H]; their sum is what the next layer norms."""
+        if residual is None:
+            residual = hidden_states.clone()
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(self, *, vllm_config: VllmConfig, ops: OpTable, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, ops, f"{prefix}.embed_tokens"
+        )
+        self.layers = make_layers(
+            config.num_hidden_layers,
+            lambda prefix: LlamaDecoderLayer(
+                config, vllm_config=vllm_config, ops=ops, prefix=prefix
+            ),
+            f"{prefix}.layers",
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """input_ids, positions: int [T] -> hidden states [T, H]."""
+        hidden_states, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return hidden_states
+
+
+class LlamaForCausalLM(nn.Module):
+    """Llama with its output head."""
+
+    hf_to_vllm_mapper = LLAMA_MAPPER
+
+    def __init__(self, *, vllm_config: VllmConfig, ops: OpTable, prefix: str = "") -> None:
+        super().__init__()
+        config = vllm_config.model_config.hf_text_config
+        self.config = config
+        self.model = LlamaModel(
+            vllm_config=vllm_config, ops=ops, prefix=maybe_prefix(prefix, "model")
+        )
+        self.lm_head = ParallelLMHead(
+            config.vocab_size,
+            config.hidden_size,
+            vllm_config=vllm_config,
+            ops=ops,
+            prefix=maybe_prefix(prefix, "lm_head"),
+        )
+        self.logits_processor = LogitsProcessor()
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """input_ids: int [T], positions: int64 [T] -> hidden states [T, H]."""
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """hidden_states: [R, H] -> logits [R, V]."""
+        return self.logits_processor(self.lm_head, hidden_states)
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Load a checkpoint's (name, tensor) pairs; CheckpointError where they don't fit."""
+        tied = self.config.tie_word_embeddings
+        loader = AutoWeightsLoader(self, skip_prefixes=("lm_head.",) if tied else ())
+        loader.load_weights(weights, self.hf_to_vllm_mapper)
+        if tied:
+            self.lm_head.tie_weights(self.model.embed_tokens)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/model_executor/models/utils.py @ v0.25.0
+"""What models share: building stacks of layers and putting checkpoint weights into them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from vllmx.exceptions import CheckpointError
+from vllmx.layers.parameter import WeightHolder
+
+
+def maybe_prefix(prefix: str, name: str) -> str:
+    """`name` below `prefix`, which may be empty."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def make_layers(count: int, make: Callable[[str], nn.Module], prefix: str) -> nn.ModuleList:
+    """`count` layers, each built from its own prefix."""
+    return nn.ModuleList(make(f"{prefix}.{i}") for i in range(count))
+
+
+@dataclass
+class WeightsMapper:
+    """How a checkpoint's names become a model's.
+
+    stacked: part of a checkpoint name -> (part of ours, shard id);
+    skip: parts of names that carry nothing we need.
+    """
+
+    stacked: dict[str, tuple[str, str]] = field(default_factory=dict)
+    skip: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    def map_name(self, name: str) -> tuple[str, str | None] | None:
+        """(our name, shard id), or None for a weight that is left out."""
+        if any(part in name for part in self.skip):
+            return None
+        for part, (ours, shard_id) in self.stacked.items():
+            if part in name:
+                return name.replace(part, ours), shard_id
+        return name, None
+
+
+LLAMA_MAPPER = WeightsMapper(
+    stacked={
+        ".q_proj.": (".qkv_proj.", "q"),
+        ".k_proj.": (".qkv_proj.", "k"),
+        ".v_proj.": (".qkv_proj.", "v"),
+        ".gate_proj.": (".gate_up_proj.", "0"),
+        ".up_proj.": (".gate_up_proj.", "1"),
+    }
+)
+"""The names of Llama and its many relatives."""
+
+
+class AutoWeightsLoader:
+    """Gives each weight of a checkpoint to its layer, and accepts no missing or unknown one."""
+
+    def __init__(self, model: nn.Module, skip_prefixes: tuple[str, ...] = ()) -> None:
+        self.holders: dict[str, WeightHolder] = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, WeightHolder)
+        }
+        self.skip_prefixes = skip_prefixes
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]], mapper: WeightsMapper) -> None:
+        """Load (checkpoint name, tensor) pairs; CheckpointError names what does not fit."""
+        for source_name, tensor in weights:
+            if source_name.startswith(self.skip_prefixes) and self.skip_prefixes:
+                continue
+            mapped = mapper.map_name(source_name)
+            if mapped is None:
+                continue
+            name, shard_id = mapped
+            module_name, _, param = name.rpartition(".")
+            holder = self.holders.get(module_name)
+            if holder is None:
+                raise CheckpointError(self._unexpected(source_name, module_name))
+            holder.load_weight(param, shard_id, tensor, source_name)
+        self._check_complete(mapper)
+
+    def _unexpected(self, source_name: str, module_name: str) -> str:
+        near = difflib.get_close_matches(module_name, self.holders, n=1)
+        hint = f"; the nearest layer is {near[0]}" if near else ""
+        return f"weight {source_name} has no place in this architecture{hint}."
+
+    def _check_complete(self, mapper: WeightsMapper) -> None:
+        missing = []
+        for name, holder in self.holders.items():
+            skipped = self.skip_prefixes and f"{name}.".startswith(self.skip_prefixes)
+            if holder.is_loaded or skipped:
+                continue
+            have = holder.loaded or {}
+            missing += [
+                f"{_source_name(name, shard, mapper)}.{param}"
+                for param, shard in holder.expected_weights()
+                if (param, shard) not in have
+            ]
+        if missing:
+            shown = ", ".join(missing[:5])
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise CheckpointError(f"the checkpoint lacks {shown}{more}.")
+
+
+def _source_name(name: str, shard_id: str | None, mapper: WeightsMapper) -> str:
+    """The checkpoint's name of a shard of the layer `name`, for messages."""
+    for part, (ours, shard) in mapper.stacked.items():
+        if shard == shard_id and ours.strip(".") == name.rpartition(".")[2]:
+            return name.removesuffix(ours.strip(".")) + part.strip(".")
+    return name

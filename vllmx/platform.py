@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/platforms/{cpu,cuda}.py @ v0.25.0
+"""What the process finds outside itself: devices, memory, packages, environment variables."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
+from vllmx.exceptions import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllmx.config import DeviceConfig, VllmConfig
+
+
+def hash_seed() -> str | None:
+    """PYTHONHASHSEED as it was set, or None."""
+    return os.environ.get("PYTHONHASHSEED")
+
+
+def has(package: str) -> bool:
+    """Whether `package` can be imported; it is not."""
+    return importlib.util.find_spec(package) is not None
+
+
+def resolve_device(device_config: DeviceConfig) -> str:
+    """The device type to run on; UserError where a GPU is asked for and there is none."""
+    import torch
+
+    if device_config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device_config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("device.device=cuda: torch finds no GPU here; use device=cpu.")
+    return device_config.device
+
+
+def num_threads(device_config: DeviceConfig) -> int:
+    """Threads for CPU ops: as configured, else the cores that this process may use."""
+    return device_config.num_threads or len(os.sched_getaffinity(0))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype called `name`, such as "float32"."""
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+def resolve_dtype(vllm_config: VllmConfig, device: str) -> torch.dtype:
+    """The activation dtype: as configured; auto is float32 on a CPU, else the checkpoint's.
+
+    A CPU without AVX-512 multiplies bfloat16 far slower than float32. float32 checkpoints run in
+    bfloat16 on a GPU, as upstream does.
+    """
+    model_config = vllm_config.model_config
+    if model_config.dtype != "auto":
+        return torch_dtype(model_config.dtype)
+    if device == "cpu":
+        return torch_dtype("float32")
+    stored = model_config.hf_text_config.dtype or "bfloat16"
+    return torch_dtype("bfloat16" if stored == "float32" else stored)
+
+
+def available_memory(device: str) -> int:
+    """Bytes that a process could still take on `device`."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info()[0]
+    with open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise UserError(
+        "This system does not say how much memory is free: set cache.kv_cache_memory_bytes."
+    )

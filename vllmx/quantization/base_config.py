@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/model_executor/layers/quantization/base_config.py @ v0.25.0
+"""A quantisation method packs the weights of a linear layer and says how to apply them.
+
+Each method is one file of this folder, named as `quant_method` in config.json, with a class that
+subclasses LinearMethodBase.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vllmx.config import VllmConfig
+from vllmx.exceptions import CheckpointError
+from vllmx.ir.select import OpTable
+
+
+@dataclass
+class PackedLinear:
+    """Weights ready to run. format: how they lie in memory, in words; nbytes: how much they take."""
+
+    apply: Callable[[Tensor], Tensor]
+    format: str
+    nbytes: int
+
+
+class LinearMethodBase(ABC):
+    """How the linear layers of one checkpoint are packed."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+
+    @abstractmethod
+    def pack(
+        self, weights: list[Any], biases: list[Any] | None, ops: OpTable
+    ) -> PackedLinear:
+        """Stack `weights` ([rows_i, in] each) and pack them for the linear provider of `ops`."""
+
+
+def quantization_methods() -> list[str]:
+    """The methods there are, read from the folder."""
+    return sorted(
+        path.stem
+        for path in Path(__file__).parent.glob("*.py")
+        if path.stem not in ("__init__", "base_config")
+    )
+
+
+def quant_method_of(vllm_config: VllmConfig) -> str:
+    """The method of this checkpoint by name; CheckpointError for one that is not built."""
+    model_config = vllm_config.model_config
+    hf_config = model_config.hf_config
+    stored = "gguf" if hf_config.gguf is not None else "unquantized"
+    if hf_config.raw.get("quantization_config"):
+        stored = hf_config.raw["quantization_config"].get("quant_method", "unnamed")
+    name = model_config.quantization or stored
+    if name.replace("-", "_") not in quantization_methods():
+        raise CheckpointError(
+            f"{model_config.model}: quantization method {name!r} is not supported; "
+            f"supported are {', '.join(quantization_methods())}."
+        )
+    return name
+
+
+def get_linear_method(vllm_config: VllmConfig, prefix: str) -> LinearMethodBase:
+    """The packing method for the linear layer at `prefix`."""
+    stem = quant_method_of(vllm_config).replace("-", "_")
+    module = importlib.import_module(f"vllmx.quantization.{stem}")
+    return module.LinearMethod(vllm_config)

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF weights: packed for the linear provider, kept as blocks, or kept in a half type.
+
+They are never all expanded to float32, unless quant.gguf_weights=float32 asks for it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllmx.ir.op import REFERENCE, IrOp
+from vllmx.ir.select import OpTable
+from vllmx.layers.parameter import to_float
+from vllmx.quantization.base_config import LinearMethodBase, PackedLinear
+from vllmx.quantization.unquantized import dense_linear, dtype_names, prepared_linear
+
+DENSE_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+class LinearMethod(LinearMethodBase):
+    """Weights of a GGUF file, quantised or not."""
+
+    def pack(self, weights: list[Any], biases: list[Any] | None, ops: OpTable) -> PackedLinear:
+        """See LinearMethodBase.pack; quant.gguf_weights decides the form."""
+        form = self.vllm_config.quant_config.gguf_weights
+        if form in DENSE_DTYPES:
+            reference = IrOp.registry["linear"].impls[REFERENCE]
+            return dense_linear(weights, biases, ops, reference, DENSE_DTYPES[form])
+        impl = ops.choose("linear", weight="dense")
+        if form == "auto" and impl.prepare is not None:
+            return prepared_linear(weights, biases, impl, " and ".join(dtype_names(weights)))
+        return _block_linear(weights, biases, ops)
+
+
+def _block_linear(
+    weights: list[Any], biases: list[Any] | None, ops: OpTable
+) -> PackedLinear:
+    bias = None
+    if biases is not None:
+        bias = torch.cat([to_float(b) for b in biases]).to(ops.device, ops.dtype)
+    held = [w.to(ops.device) for w in weights]
+    nbytes = sum(w.nbytes for w in held) + (0 if bias is None else bias.nbytes)
+    apply = partial(_expand_and_apply, weights=held, bias=bias)
+    return PackedLinear(apply, f"GGUF blocks ({' and '.join(dtype_names(weights))})", nbytes)
+
+
+def _expand_and_apply(x: Tensor, weights: list[Any], bias: Tensor | None) -> Tensor:
+    weight = torch.cat([to_float(w, x.dtype) for w in weights])
+    return F.linear(x, weight, bias)
