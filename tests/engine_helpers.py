@@ -60,9 +60,7 @@ def make_config(
 
 
 def full_spec(block_size: int) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        block_size=block_size, num_kv_heads=1, head_size=1, dtype="float32"
-    )
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype="float32")
 
 
 def window_spec(block_size: int, window: int) -> SlidingWindowSpec:
@@ -121,7 +119,9 @@ def make_engine_request(
     request_id: str, prompt: int | list[int] = 8, max_tokens: int = 4, **params: Any
 ) -> EngineCoreRequest:
     """A request as a front end sends it."""
-    tokens = prompt if isinstance(prompt, list) else make_request(request_id, prompt).prompt_token_ids
+    tokens = (
+        prompt if isinstance(prompt, list) else make_request(request_id, prompt).prompt_token_ids
+    )
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=tokens,

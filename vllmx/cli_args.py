@@ -151,7 +151,7 @@ def fields() -> dict[str, Field]:
     """Every key of RunConfig, nodes included, in the order of the dataclasses."""
     found: dict[str, Field] = {}
 
-    def walk(cls: type, prefix: str) -> None:
+    def walk(cls: Any, prefix: str) -> None:
         hints = get_type_hints(cls)
         for name, spec in cls.__dataclass_fields__.items():
             kind, optional, node = _kind(hints[name])
@@ -308,7 +308,7 @@ def did_you_mean(word: str, known: Any) -> str:
     import difflib
 
     names = [str(name) for name in known if name is not None]
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if not near:  # a key is often given without its node: max_num_seqs for scheduler.max_num_seqs
         tails = {name.split(".")[-1]: name for name in names}
         near = [tails[n] for n in difflib.get_close_matches(word.split(".")[-1], tails, 1, 0.6)]

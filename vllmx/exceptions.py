@@ -45,7 +45,9 @@ class EngineDeadError(RuntimeError):
     Follows upstream vllm/v1/engine/exceptions.py.
     """
 
-    def __init__(self, message: str = "The engine core is dead; see its log for the cause.") -> None:
+    def __init__(
+        self, message: str = "The engine core is dead; see its log for the cause."
+    ) -> None:
         super().__init__(message)
 
 

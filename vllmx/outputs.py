@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -134,9 +134,8 @@ class RequestOutput:
 
 def _join(first: CompletionOutput, second: CompletionOutput) -> None:
     first.text += second.text
-    if not isinstance(first.token_ids, MutableSequence):
-        first.token_ids = list(first.token_ids)
-    first.token_ids.extend(second.token_ids)
+    # A new list: the one in hand came from the engine core, which runs in another thread.
+    first.token_ids = [*first.token_ids, *second.token_ids]
     if second.logprobs:
         assert first.logprobs is not None
         first.logprobs.extend(second.logprobs)  # type: ignore[arg-type]

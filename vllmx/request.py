@@ -262,7 +262,9 @@ class Request:
 
     def __lt__(self, other: Request) -> bool:
         """Order of priority scheduling: lower priority value first, then earlier arrival."""
-        return self._sort_key() < other._sort_key()
+        return self.sort_key < other.sort_key
 
-    def _sort_key(self) -> tuple[int, float, str, int]:
+    @property
+    def sort_key(self) -> tuple[int, float, str, int]:
+        """What priority scheduling orders by."""
         return self.priority, self.arrival_time, self.request_id, id(self)

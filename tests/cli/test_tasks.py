@@ -174,7 +174,7 @@ def test_info_names_providers_and_refusals(output, tiny) -> None:
 
 BAD = [
     (["generate", "--prompt", "x" * 300], "prompt: "),
-    (["generate", "--prompt", "x", "--max-model-len", "300"], "max_position_embeddings=256"),
+    (["generate", "--prompt", "x", "--max-model-len", "300"], "max_position_embeddings"),
     (["generate", "--prompt", "x", "kernel.ir_op_priority.rms_norm=[nope]"], "no provider 'nope'"),
     (["generate", "--prompt", "x", "kernel.ir_op_priority.nope=[torch]"], "no such op"),
     (["bench", "--input-len", "250", "--output-len", "10"], "exceeds max_model_len"),

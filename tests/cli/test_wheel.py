@@ -32,6 +32,8 @@ def test_wheel_holds_the_package_and_conf_only(wheel: Path) -> None:
     for path in (ROOT / "vllmx").rglob("*.py"):
         assert path.relative_to(ROOT).as_posix() in names
     assert "vllmx/py.typed" in names
+    (entry_points,) = [name for name in names if name.endswith("entry_points.txt")]
+    assert b"vllmx = vllmx.cli:main" in zipfile.ZipFile(wheel).read(entry_points)
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -55,9 +55,7 @@ def test_a_prompt_in_pieces_has_no_output_before_its_last_piece():
 
 
 def test_without_chunked_prefill_a_prompt_waits_for_a_whole_budget():
-    scheduler = make_scheduler(
-        make_config(max_num_batched_tokens=20, enable_chunked_prefill=False)
-    )
+    scheduler = make_scheduler(make_config(max_num_batched_tokens=20, enable_chunked_prefill=False))
     for name in "abc":
         scheduler.add_request(make_request(name, 8))
     assert scheduled(step(scheduler)[0]) == {"a": 8, "b": 8}

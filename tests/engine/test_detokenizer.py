@@ -333,30 +333,30 @@ def test_check_stop_strings(text, new, stop, include, expected):
 
 
 @pytest.mark.slow
-def test_real_vocabularies_stream_like_they_decode(smollm2_tokenizer):
+def test_real_vocabularies_stream_like_they_decode(real_tokenizer):
     for text in TEXTS:
-        ids = smollm2_tokenizer.encode(text, add_special_tokens=False)
+        ids = real_tokenizer.encode(text, add_special_tokens=False)
         rng = random.Random(text)
         for _ in range(20):
-            deltas = stream(smollm2_tokenizer, chunks(ids, rng))
-            assert "".join(deltas) == smollm2_tokenizer.decode(ids) == text
+            deltas = stream(real_tokenizer, chunks(ids, rng))
+            assert "".join(deltas) == real_tokenizer.decode(ids) == text
             assert not any("\ufffd" in delta for delta in deltas)
 
 
 @pytest.mark.slow
-def test_every_id_of_a_real_vocabulary_has_the_bytes_that_the_library_decodes(smollm2_tokenizer):
-    pieces = get_token_pieces(smollm2_tokenizer, False)
-    for token_id in range(len(smollm2_tokenizer) + 10):
+def test_every_id_of_a_real_vocabulary_has_the_bytes_that_the_library_decodes(real_tokenizer):
+    pieces = get_token_pieces(real_tokenizer, False)
+    for token_id in range(len(real_tokenizer) + 10):
         found = pieces[token_id]
         text = found if isinstance(found, str) else found.decode(errors="replace")
-        assert text == smollm2_tokenizer.decode([token_id])
+        assert text == real_tokenizer.decode([token_id])
 
 
 @pytest.mark.slow
-def test_stop_string_at_every_place_of_a_real_text(smollm2_tokenizer):
+def test_stop_string_at_every_place_of_a_real_text(real_tokenizer):
     text = "The capital of France is Paris. It is known for the Louvre – “le musée” – and 🔥."
-    ids = smollm2_tokenizer.encode(text)
+    ids = real_tokenizer.encode(text, add_special_tokens=False)
     for k in range(len(text) - 7):
         stop = text[k : k + 7]
-        deltas = stream(smollm2_tokenizer, [[i] for i in ids], stop=[stop])
+        deltas = stream(real_tokenizer, [[i] for i in ids], stop=[stop])
         assert "".join(deltas) == text[: text.find(stop)]

@@ -490,6 +490,17 @@ def test_collector_waits_merges_and_raises():
     asyncio.run(run())
 
 
+def test_merging_leaves_the_engines_lists_alone():
+    front = processor()
+    queue = RequestOutputCollector(DELTA, "r")
+    front.add_request(make_request(output_kind=DELTA), None, queue=queue)
+    outputs = [EngineCoreOutput("r", [i]) for i in range(3)]
+    for output in outputs:
+        front.process_outputs(step(output))
+    assert queue.get_nowait().outputs[0].token_ids == [0, 1, 2]
+    assert [output.new_token_ids for output in outputs] == [[0], [1], [2]]
+
+
 def test_collector_replaces_cumulative_outputs():
     queue = RequestOutputCollector(CUMULATIVE, "r")
     queue.put(output_of("a"))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from vllmx.exceptions import CheckpointError, ModelNotFoundError, UserError
-from vllmx.model_loader.gguf_reader import BLOCK_SIZES, GGMLType, GGUFReader
+from vllmx.ir.ggml import BLOCK_SIZES, GGMLType
+from vllmx.model_loader.gguf_reader import GGUFReader
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 

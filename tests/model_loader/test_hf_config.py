@@ -156,6 +156,14 @@ def test_contradictions_are_checkpoint_errors(given) -> None:
         HFConfig(SIZES | given)
 
 
+def test_missing_key_is_an_attribute_error_and_one_line_for_the_user() -> None:
+    config = HFConfig(SIZES, "dir/config.json")
+    assert getattr(config, "absent", 7) == 7
+    assert not hasattr(config, "absent")
+    with pytest.raises(CheckpointError, match="has no 'absent'"):
+        _ = config.absent
+
+
 def test_copying_keeps_the_values() -> None:
     assert copy.deepcopy(HFConfig(SIZES)).hidden_size == 64
 

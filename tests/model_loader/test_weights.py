@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from vllmx.exceptions import CheckpointError, ModelNotFoundError, UserError
+from vllmx.ir.ggml import GGMLType
 from vllmx.model_loader.gguf_config import hf_config_from_gguf
 from vllmx.model_loader.gguf_loader import iterate_gguf
-from vllmx.model_loader.gguf_reader import GGMLType, GGUFReader
+from vllmx.model_loader.gguf_reader import GGUFReader
 from vllmx.model_loader.resolve import resolve_model
 from vllmx.model_loader.safetensors_loader import iterate_safetensors
 from vllmx.model_loader.weights import GGUFTensor, iterate_weights

@@ -50,9 +50,7 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
 def draws(params: SamplingParams, logits: torch.Tensor, count: int) -> Counter:
     batch = Batch(*[params] * 8)
     rows = logits.repeat(8, 1)
-    return Counter(
-        t for _ in range(count // 8) for t in batch(rows).sampled_token_ids.tolist()
-    )
+    return Counter(t for _ in range(count // 8) for t in batch(rows).sampled_token_ids.tolist())
 
 
 def test_greedy_takes_the_lowest_id_among_ties_alone_and_in_a_mixed_batch() -> None:
@@ -151,17 +149,13 @@ def test_draws_follow_the_filtered_distribution(filters: dict) -> None:
 def test_the_distribution_test_sees_a_wrong_temperature(filters: dict) -> None:
     logits = random_logits(1, seed=5) / 2
     with pytest.raises(AssertionError):
-        chi_square(
-            SamplingParams(**filters), logits * 1.25, wanted(logits[0], **filters)
-        )
+        chi_square(SamplingParams(**filters), logits * 1.25, wanted(logits[0], **filters))
 
 
 def test_seeded_draws_follow_the_distribution_too() -> None:
     logits = random_logits(1, seed=5) / 2
     batch = Batch(SamplingParams(seed=9))
-    seen = Counter(
-        int(batch(logits, np.array([p])).sampled_token_ids[0]) for p in range(4_000)
-    )
+    seen = Counter(int(batch(logits, np.array([p])).sampled_token_ids[0]) for p in range(4_000))
     probs = logits[0].double().softmax(-1)
     for token, probability in enumerate(probs.tolist()):
         error = 5 * math.sqrt(4_000 * probability) + 5
@@ -271,9 +265,7 @@ def test_all_logprobs_and_named_ones() -> None:
     assert out.logprobs.shape == (1, VOCAB + 1)
     named = Batch(greedy(logprob_token_ids=[30, 2]))(logits).logprobs
     assert named.logprob_token_ids[0, 1:].tolist() == [30, 2]
-    np.testing.assert_allclose(
-        named.logprobs[0, 1:], logits.log_softmax(-1)[0, [30, 2]], rtol=1e-5
-    )
+    np.testing.assert_allclose(named.logprobs[0, 1:], logits.log_softmax(-1)[0, [30, 2]], rtol=1e-5)
 
 
 def test_a_row_used_again_forgets_the_request_before() -> None:

@@ -39,3 +39,15 @@ def engine(_served: tuple[helpers.EngineDouble, str]) -> helpers.EngineDouble:
 def url(engine: helpers.EngineDouble, _served: tuple[helpers.EngineDouble, str]) -> str:
     """URL of the server over the scripted engine."""
     return _served[1]
+
+
+@pytest.fixture(scope="session")
+def letters_url(model_folder: Path) -> Iterator[str]:
+    """A server over the real engine; its worker checks the scheduler at each step."""
+    yield from helpers.served(model_folder, "LetterWorker")
+
+
+@pytest.fixture(scope="session")
+def slow_url(model_folder: Path) -> Iterator[str]:
+    """A server over the real engine with 20 ms a step."""
+    yield from helpers.served(model_folder, "SlowWorker")

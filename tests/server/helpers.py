@@ -19,8 +19,10 @@ import tokenizers
 from fastapi import FastAPI
 from tokenizers import decoders, models, pre_tokenizers
 
-from vllmx.config import ModelConfig, ServerConfig, VllmConfig
+from vllmx.config import ModelConfig, RunConfig, ServerConfig, VllmConfig, finalize
+from vllmx.engine.async_llm import AsyncLLM
 from vllmx.engine.input_processor import InputProcessor
+from vllmx.entrypoints.openai.api_server import build_app
 from vllmx.entrypoints.openai.launcher import (
     Server,
     create_server_socket,
@@ -112,6 +114,7 @@ class EngineDouble:
         self.fail_with: Exception | None = None
         self.fail_after: tuple[int, Exception] | None = None
         self.finish_reason = "length"
+        self.abort_at_once = False
         self.logprob = -0.5
         self.delay = 0.0
         self.seen: list[tuple[Any, SamplingParams, str]] = []
@@ -170,6 +173,10 @@ class EngineDouble:
         self, prompt_ids: list[int], params: SamplingParams, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
         assert self.tokenizer is not None
+        if self.abort_at_once:
+            empty = CompletionOutput(0, "", [], None, [], finish_reason="abort")
+            yield self._output(request_id, prompt_ids, None, [empty], True)
+            return
         tokens = [self.script[i % len(self.script)] for i in range(params.max_tokens or 0)]
         prompt_logprobs = None
         if params.prompt_logprobs is not None:
@@ -280,3 +287,23 @@ def wait_until(condition: Any, seconds: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "condition did not come true in time"
         time.sleep(0.02)
+
+
+def engine_over(model_folder: Path, worker: str) -> AsyncLLM:
+    """An engine whose worker is `worker` of server.workers."""
+    run = RunConfig()
+    run.model.model = str(model_folder)
+    run.model.name = MODEL
+    run.parallel.worker_cls = f"server.workers.{worker}"
+    return AsyncLLM.from_vllm_config(finalize(run))
+
+
+def served(model_folder: Path, worker: str) -> Iterator[str]:
+    """Serve that engine; yields the URL."""
+    engine = engine_over(model_folder, worker)
+    app = build_app(engine, engine.vllm_config, ServerConfig())
+    try:
+        with running_server(app) as url:
+            yield url
+    finally:
+        engine.shutdown()

@@ -10,8 +10,6 @@ from typing import Any
 
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from server.helpers import (
     MODEL,
     EngineDouble,
@@ -20,7 +18,6 @@ from server.helpers import (
     get,
     post,
     running_server,
-    strict_json,
 )
 
 from vllmx.config import ServerConfig
@@ -283,40 +280,3 @@ def test_prompt_of_text_needs_a_tokenizer(model_folder: Path) -> None:
         )
         error_of(post(url, CHAT, {"messages": MESSAGES}), 400)
         assert post(url, COMPLETIONS, {"prompt": [1, 2]}).status_code == 200
-
-
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-FIELDS = (
-    *("prompt", "messages", "model", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p"),
-    *("stop", "stop_token_ids", "logit_bias", "logprobs", "top_logprobs", "prompt_logprobs"),
-    *("seed", "stream", "stream_options", "echo", "suffix", "tools", "tool_choice", "bad_words"),
-    *("response_format", "allowed_token_ids", "min_tokens", "truncate_prompt_tokens", "priority"),
-    *("chat_template_kwargs", "documents", "continue_final_message", "vllm_xargs", "cache_salt"),
-)
-
-
-@settings(
-    max_examples=120,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    path=st.sampled_from([COMPLETIONS, CHAT]),
-    fields=st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=3),
-)
-def test_no_body_makes_the_server_fail(url: str, path: str, fields: dict[str, Any]) -> None:
-    if fields.get("n") not in (None, True) and isinstance(fields["n"], int) and fields["n"] > 50:
-        fields["n"] = 50
-    response = post(url, path, {**BASE[path], "max_tokens": 2, **fields})
-    assert response.status_code in (200, 400, 404), response.text
-    if response.status_code != 200:
-        error_of(response, response.status_code)
-    elif not response.headers["content-type"].startswith("text/event-stream"):
-        strict_json(response.text)

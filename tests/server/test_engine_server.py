@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,48 +18,12 @@ from server.helpers import (
     get,
     ids,
     post,
-    running_server,
+    served,
     strict_json,
     wait_until,
 )
 
-from vllmx.config import RunConfig, ServerConfig, finalize
-from vllmx.engine.async_llm import AsyncLLM
-from vllmx.entrypoints.openai.api_server import build_app
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-def engine_over(model_folder: Path, worker: str) -> AsyncLLM:
-    """An engine whose worker is `worker` of server.workers."""
-    run = RunConfig()
-    run.model.model = str(model_folder)
-    run.model.name = MODEL
-    run.parallel.worker_cls = f"server.workers.{worker}"
-    return AsyncLLM.from_vllm_config(finalize(run))
-
-
-def serve(model_folder: Path, worker: str) -> Iterator[str]:
-    """Serve that engine; yields the URL."""
-    engine = engine_over(model_folder, worker)
-    app = build_app(engine, engine.vllm_config, ServerConfig())
-    try:
-        with running_server(app) as url:
-            yield url
-    finally:
-        engine.shutdown()
-
-
-@pytest.fixture(scope="module")
-def url(model_folder: Path) -> Iterator[str]:
-    """A server whose engine checks the scheduler at each step."""
-    yield from serve(model_folder, "LetterWorker")
-
-
-@pytest.fixture(scope="module")
-def slow_url(model_folder: Path) -> Iterator[str]:
-    """A server with 20 ms a step."""
-    yield from serve(model_folder, "SlowWorker")
 
 
 def metric(url: str, name: str, **labels: str) -> float:
@@ -70,6 +33,12 @@ def metric(url: str, name: str, **labels: str) -> float:
     found = re.search(rf"^{re.escape(f'{name}{{{text}}}')} (.*)$", get(url + "/metrics").text, re.M)
     assert found, f"no {name}{{{text}}} in /metrics"
     return float(found[1])
+
+
+@pytest.fixture
+def url(letters_url: str) -> str:
+    """The server that most tests here ask."""
+    return letters_url
 
 
 def test_letters_are_where_the_workers_think(model_folder: Path) -> None:
@@ -263,7 +232,7 @@ def test_metrics_count_what_was_served(url: str) -> None:
 
 
 def test_fault_in_the_engine_is_503_from_then_on(model_folder: Path) -> None:
-    for url in serve(model_folder, "FaultyWorker"):
+    for url in served(model_folder, "FaultyWorker"):
         response = post(url, COMPLETIONS, {"prompt": "ab", "max_tokens": 20, "stream": True})
         last = events(response)[-1]
         assert last["error"]["code"] == 503

@@ -75,6 +75,19 @@ def test_finish_reason_error_is_500(engine: EngineDouble, url: str, path: str) -
     assert last["error"]["code"] == 500
 
 
+@BOTH_WAYS
+def test_abort_before_the_first_token_is_an_answer(
+    engine: EngineDouble, url: str, streamed: bool
+) -> None:
+    engine.abort_at_once = True
+    body = {"prompt": "ab", "echo": True, "logprobs": 1, "stream": streamed}
+    response = post(url, "/v1/completions", body)
+    answer = events(response)[-1] if streamed else strict_json(response.text)
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "abort")
+    assert choice["logprobs"]["token_logprobs"] == [None, None]
+
+
 @EVERY_PATH
 @BOTH_WAYS
 def test_dead_engine_is_503_everywhere(

@@ -56,7 +56,7 @@ class AttentionBackend(ABC):
     @staticmethod
     @abstractmethod
     def refusal(context: OpContext) -> bool | str:
-        """True, or why calls of this context (facts head_size, sliding_window, soft_cap) can't run."""
+        """True, or why calls with these facts (head_size, sliding_window, soft_cap) can't run."""
 
     @staticmethod
     @abstractmethod

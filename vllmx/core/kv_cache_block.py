@@ -38,7 +38,9 @@ class KVCacheBlock:
         """Length of the prefix that `block_hash` stands for."""
         return self._block_hash_num_tokens
 
-    def set_block_hash(self, block_hash: BlockHashWithGroupId, num_tokens: int | None = None) -> None:
+    def set_block_hash(
+        self, block_hash: BlockHashWithGroupId, num_tokens: int | None = None
+    ) -> None:
         """Give the block its key; it must not have one."""
         assert self._block_hash is None and self._block_hash_num_tokens is None, (
             f"block {self.block_id} already has a hash"

@@ -227,7 +227,6 @@ class KVCacheManager:
             )
             if num_blocks + watermark > self.block_pool.get_num_free_blocks():
                 return None
-
         num_main = num_computed + num_new_tokens
         num_slots = min(num_main + num_lookahead_tokens, self.max_model_len)
         # Done even if the request can't be scheduled, and before new blocks are taken, so that

@@ -51,8 +51,7 @@ def resolve_kv_cache_block_sizes(
     scheduler_block_size = math.lcm(*sizes)
     # States with blocks of their own size have none in common with attention.
     odd_mamba = any(
-        isinstance(spec, MambaSpec) and spec.block_size != cache_config.block_size
-        for spec in specs
+        isinstance(spec, MambaSpec) and spec.block_size != cache_config.block_size for spec in specs
     )
     if odd_mamba or not cache_config.enable_prefix_caching:
         return scheduler_block_size, scheduler_block_size

@@ -220,9 +220,8 @@ class Scheduler(SchedulerInterface):
         if self.policy == SchedulingPolicy.FCFS:
             position = len(running) - 1
         else:
-            position = max(
-                range(len(running)), key=lambda i: (running[i].priority, running[i].arrival_time)
-            )
+            # The order of the queue, ties included: else two equals could evict each other forever.
+            position = max(range(len(running)), key=lambda i: running[i].sort_key)
         victim = running.pop(position)
         if position < step.index:
             step.index -= 1

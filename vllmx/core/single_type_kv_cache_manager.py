@@ -401,9 +401,7 @@ class SlidingWindowManager(SingleTypeKVCacheManager):
             return None
         block_size = kv_cache_spec.block_size
         assert alignment_tokens % block_size == 0
-        needed = cls._contiguous_blocks_for_hit(
-            kv_cache_spec.sliding_window, block_size, use_eagle
-        )
+        needed = cls._contiguous_blocks_for_hit(kv_cache_spec.sliding_window, block_size, use_eagle)
         # With eagle the run goes one block past the place, to be dropped.
         shift = int(use_eagle)
         mask = [False] * (end_block - start_block)

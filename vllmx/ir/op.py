@@ -137,9 +137,7 @@ class IrOp:
             raise ValueError(f"{self.name}[{provider}] takes {got}, the op takes {want}")
 
 
-def register_op(
-    fn: Callable[..., Any] | None = None, *, static_args: tuple[str, ...] = ()
-) -> Any:
+def register_op(fn: Callable[..., Any] | None = None, *, static_args: tuple[str, ...] = ()) -> Any:
     """Decorator that makes an op out of its torch definition. Raises ValueError on a name twice."""
 
     def register(definition: Callable[..., Any]) -> IrOp:

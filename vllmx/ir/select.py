@@ -36,7 +36,7 @@ class OpChoice:
 
 
 def load_ops() -> dict[str, IrOp]:
-    """Import every op, provider and attention backend; what lacks its library registers a reason."""
+    """Import every op, provider and backend; one that lacks its library registers a reason."""
     for package in (ir_ops, kernels):
         for module in pkgutil.iter_modules(package.__path__):
             importlib.import_module(f"{package.__name__}.{module.name}")
@@ -59,7 +59,7 @@ class OpTable:
         self._check_names()
 
     def bind(self, op_name: str, **facts: Any) -> Callable[..., Any]:
-        """The chosen function for an op without static arguments; UserError if a named one can't."""
+        """The chosen function of an op without static arguments; raises as `choose` does."""
         return self.choose(op_name, **facts).fn
 
     def choose(self, op_name: str, **facts: Any) -> IrOpImpl:

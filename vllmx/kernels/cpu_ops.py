@@ -72,9 +72,7 @@ def _rotary_embedding(
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     if not is_neox_style or cos_sin_cache.shape[-1] != head_size:
-        return rotary_embedding.fn(
-            positions, query, key, head_size, cos_sin_cache, is_neox_style
-        )
+        return rotary_embedding.fn(positions, query, key, head_size, cos_sin_cache, is_neox_style)
     cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     rotated = _rotate_halves(query, cos, sin, head_size)
     return rotated, None if key is None else _rotate_halves(key, cos, sin, head_size)

@@ -30,9 +30,7 @@ class RMSNorm(WeightHolder, nn.Module):
         """Bring the weight to the activation dtype."""
         self.weight = self.take_float("weight").to(self.weight)
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """norm(x), or (norm(x + residual), x + residual); x: [num_tokens, ..., hidden_size]."""
         if residual is None:
             return self._rms_norm(x, self.weight, self.variance_epsilon)

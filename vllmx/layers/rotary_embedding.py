@@ -107,9 +107,7 @@ def _llama3(inv_freq: Tensor, parameters: dict[str, Any], _: int) -> tuple[Tenso
     return (1 - blend) * inv_freq / factor + blend * inv_freq, 1.0
 
 
-def _yarn(
-    inv_freq: Tensor, parameters: dict[str, Any], max_position: int
-) -> tuple[Tensor, float]:
+def _yarn(inv_freq: Tensor, parameters: dict[str, Any], max_position: int) -> tuple[Tensor, float]:
     """Interpolate the waves that do not fit the original context, keep the fast ones."""
     factor = parameters["factor"]
     original = parameters.get("original_max_position_embeddings") or max_position

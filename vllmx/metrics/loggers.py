@@ -149,7 +149,7 @@ class PrometheusStatLogger(StatLoggerBase):
         self.registry = create_registry() if registry is None else registry
         self._labels = (vllm_config.model_config.served_names[0], str(engine_index))
         max_model_len = vllm_config.model_config.max_model_len or 1
-        self.metrics = {
+        self.metrics: dict[str, Any] = {
             name: create_metric(self.registry, name, LABELS, max_model_len).labels(*self._labels)
             for name in (*GAUGES, *COUNTERS, *HISTOGRAMS)
         }

@@ -15,7 +15,6 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.metrics import MetricWrapperBase
 
 LABELS = ("model_name", "engine")
 
@@ -107,7 +106,7 @@ def create_metric(
     name: str,
     labels: Sequence[str],
     max_model_len: int,
-) -> MetricWrapperBase:
+) -> Gauge | Counter | Histogram:
     """The gauge, counter or histogram `vllm:<name>` of the tables above."""
     full = f"vllm:{name}"
     if name in GAUGES:

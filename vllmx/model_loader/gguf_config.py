@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from vllmx.exceptions import CheckpointError
-from vllmx.model_loader.gguf_reader import GGMLType, GGUFReader
+from vllmx.ir.ggml import GGMLType
+from vllmx.model_loader.gguf_reader import GGUFReader
 from vllmx.models.hf_config import REQUIRED, HFConfig
 
 ARCHITECTURES: dict[str, tuple[str, str]] = {

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import torch
 
 from vllmx.exceptions import CheckpointError
+from vllmx.ir.ggml import GGMLType
+from vllmx.ir.gguf_dequant import PLAIN_DTYPES, check_supported, dequantize
 from vllmx.model_loader.gguf_config import ARCHITECTURES, ROPE_FREQS, Metadata
-from vllmx.model_loader.gguf_dequant import PLAIN_DTYPES, check_supported, dequantize
-from vllmx.model_loader.gguf_reader import GGMLType, GGUFReader
+from vllmx.model_loader.gguf_reader import GGUFReader
 from vllmx.models.hf_config import HFConfig
 
 GLOBAL_NAMES = {

@@ -190,7 +190,7 @@ def _byte_level(vocab: _Vocabulary) -> tuple[Backend, bool]:
     merges = vocab.reader.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise CheckpointError(f"{path}: tokenizer.ggml.merges is missing.")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     backend = Backend(_bpe(path, vocab.tokens, pairs, ignore_merges=pre.ignore_merges))
     if pre.nfc:
         backend.normalizer = normalizers.NFC()
@@ -202,7 +202,7 @@ def _byte_level(vocab: _Vocabulary) -> tuple[Backend, bool]:
     return backend, pre.add_bos
 
 
-def _bpe(path: Any, tokens: list[str], merges: list[tuple[str, ...]], **options: Any) -> models.BPE:
+def _bpe(path: Any, tokens: list[str], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
     try:
         return models.BPE(vocab=_ids_by_token(tokens), merges=merges, **options)
     except Exception as error:  # tokenizers raises bare Exception

@@ -73,8 +73,9 @@ def _find(vllm_config: VllmConfig) -> Path:
             f"No model is set: pass a path or one of {', '.join(model_files()) or 'conf/model'}."
         )
     name = config.name or config.source.packages[0].split("==")[0]
-    if path := cached_path(name, config.source, load.download_dir):
-        return path
+    cached = cached_path(name, config.source, load.download_dir)
+    if cached is not None:
+        return cached
     if load.offline:
         raise ModelNotFoundError(
             f"Model {name!r} is not in the cache and load.offline is set; run `vllmx fetch {name}` "

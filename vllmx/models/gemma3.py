@@ -82,9 +82,7 @@ class Gemma3Attention(nn.Module):
         rope = config.rope_parameters
         if layer_type not in rope:
             raise CheckpointError(f"{config.origin}: rope_parameters has no {layer_type!r}.")
-        self.rotary_emb = get_rope(
-            head_dim, config.max_position_embeddings, rope[layer_type], ops
-        )
+        self.rotary_emb = get_rope(head_dim, config.max_position_embeddings, rope[layer_type], ops)
         self.attn = Attention(
             heads,
             head_dim,
@@ -122,9 +120,7 @@ class Gemma3DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         shared: dict[str, Any] = {"vllm_config": vllm_config, "ops": ops}
-        self.self_attn = Gemma3Attention(
-            config, layer_type, prefix=f"{prefix}.self_attn", **shared
-        )
+        self.self_attn = Gemma3Attention(config, layer_type, prefix=f"{prefix}.self_attn", **shared)
         self.mlp = Gemma3MLP(config, prefix=f"{prefix}.mlp", **shared)
         norm = (config.hidden_size, config.rms_norm_eps, ops)
         self.input_layernorm = GemmaRMSNorm(*norm)

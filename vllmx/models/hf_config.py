@@ -60,8 +60,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 """What transformers assumes, by model_type, for keys that a config.json may leave out."""
 
 
+class MissingKeyError(CheckpointError, AttributeError):
+    """A key that the checkpoint's config lacks: an AttributeError for hasattr and getattr, and
+    one line for the user where a model cannot do without it."""
+
+
 class HFConfig:
-    """The values of a config.json; keys are attributes, a missing one is an AttributeError.
+    """The values of a config.json; keys are attributes, a missing one is a MissingKeyError.
 
     `origin` is the file the values came from and appears in errors. `text_config` is the language
     model's part: the config itself where it is not nested. `raw` holds the values as read, and
@@ -91,7 +96,7 @@ class HFConfig:
             return self._values[key]
         if key == "text_config":
             return self
-        raise AttributeError(f"{self.origin} has no {key!r}.")
+        raise MissingKeyError(f"{self.origin} has no {key!r}.")
 
     def __contains__(self, key: str) -> bool:
         return key in self._values

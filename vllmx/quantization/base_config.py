@@ -24,7 +24,7 @@ from vllmx.ir.select import OpTable
 
 @dataclass
 class PackedLinear:
-    """Weights ready to run. format: how they lie in memory, in words; nbytes: how much they take."""
+    """Weights ready to run. format: how they lie in memory, in words; nbytes: their size."""
 
     apply: Callable[[Tensor], Tensor]
     format: str
@@ -38,9 +38,7 @@ class LinearMethodBase(ABC):
         self.vllm_config = vllm_config
 
     @abstractmethod
-    def pack(
-        self, weights: list[Any], biases: list[Any] | None, ops: OpTable
-    ) -> PackedLinear:
+    def pack(self, weights: list[Any], biases: list[Any] | None, ops: OpTable) -> PackedLinear:
         """Stack `weights` ([rows_i, in] each) and pack them for the linear provider of `ops`."""
 
 

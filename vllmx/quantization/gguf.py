@@ -41,9 +41,7 @@ class LinearMethod(LinearMethodBase):
         return _block_linear(weights, biases, ops)
 
 
-def _block_linear(
-    weights: list[Any], biases: list[Any] | None, ops: OpTable
-) -> PackedLinear:
+def _block_linear(weights: list[Any], biases: list[Any] | None, ops: OpTable) -> PackedLinear:
     bias = None
     if biases is not None:
         bias = torch.cat([to_float(b) for b in biases]).to(ops.device, ops.dtype)

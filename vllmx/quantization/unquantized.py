@@ -76,7 +76,9 @@ def prepared_linear(
                 piece = _rows(weight, start, min(start + step, weight.shape[0]))
                 pieces.append(impl.prepare(piece, None))
         apply = partial(_apply_pieces, fn=impl.fn, pieces=pieces, bias=bias)
-    return PackedLinear(apply, f"fp16 packed by {impl.provider} (from {source})", 2 * rows * columns)
+    return PackedLinear(
+        apply, f"fp16 packed by {impl.provider} (from {source})", 2 * rows * columns
+    )
 
 
 def _rows(weight: Any, start: int, stop: int) -> Tensor:

@@ -36,9 +36,7 @@ class Sampler:
     def __init__(self, states: RequestState, logprobs_mode: str, seed: int) -> None:
         self.device = states.device
         self.logprobs_mode = logprobs_mode
-        self.sampling_states = SamplingStates(
-            states.max_num_reqs, states.vocab_size, states.device
-        )
+        self.sampling_states = SamplingStates(states.max_num_reqs, states.vocab_size, states.device)
         self.logit_bias_state = LogitBiasState(states.max_num_reqs, states.device)
         self.penalties_state = PenaltiesState(states)
         self.bad_words_state = BadWordsState(states)
@@ -85,9 +83,7 @@ class Sampler:
             return SamplerOutput(sampled, None)
         values = self._logprob_values(logits, processed)
         count = max(num_logprobs, 0)
-        return SamplerOutput(
-            sampled, compute_topk_logprobs(values, count, sampled, named_ids)
-        )
+        return SamplerOutput(sampled, compute_topk_logprobs(values, count, sampled, named_ids))
 
     def apply_sampling_params(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray

@@ -41,7 +41,8 @@ class Answer:
         """Take in what a step brought; returns the number of its tokens."""
         tokens = 0
         self.num_prompt_tokens = len(output.prompt_token_ids or ())
-        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        if output.prompt_logprobs:  # of the step that ended the prefill
+            self.prompt_logprobs = list(output.prompt_logprobs)
         for part in output.outputs:
             self.texts[part.index] += part.text
             self.token_ids[part.index] += part.token_ids

@@ -20,7 +20,7 @@ from vllmx.worker.input_batch import InputBatch
 def init_kv_cache(
     kv_cache_config: KVCacheConfig, layers: dict[str, Attention], device: str
 ) -> None:
-    """Allocate the cache and give each layer its view; layers of several groups may share memory."""
+    """Allocate the cache and give each layer its view; layers of several groups may share one."""
     block_sizes = {
         name: group.kv_cache_spec.block_size
         for group in kv_cache_config.kv_cache_groups
@@ -69,9 +69,7 @@ class AttnMetadataBuilders:
     ) -> dict[str, Any]:
         """Metadata by layer name for `batch`."""
         metadata: dict[str, Any] = {}
-        for builders, table, slots in zip(
-            self.groups, block_tables, slot_mappings, strict=True
-        ):
+        for builders, table, slots in zip(self.groups, block_tables, slot_mappings, strict=True):
             common = CommonAttentionMetadata(
                 query_start_loc=batch.query_start_loc,
                 query_start_loc_np=batch.query_start_loc_np,

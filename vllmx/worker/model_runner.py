@@ -48,9 +48,7 @@ class GPUModelRunner:
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each attention layer keeps, by layer name."""
         layers = attention_layers(self.model)
-        return {
-            name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items()
-        }
+        return {name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items()}
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache and the request rows; max_model_len is final by now."""
@@ -107,9 +105,7 @@ class GPUModelRunner:
         self.req_states.num_computed_tokens[batch.idx_mapping_np] += batch.num_scheduled_tokens
         return output
 
-    def _sample(
-        self, batch: InputBatch, hidden_states: Tensor, output: ModelRunnerOutput
-    ) -> None:
+    def _sample(self, batch: InputBatch, hidden_states: Tensor, output: ModelRunnerOutput) -> None:
         sampling = batch.sample_reqs
         if len(sampling) == 0:
             output.sampled_token_ids = [[] for _ in batch.req_ids]
@@ -184,6 +180,4 @@ class GPUModelRunner:
         index_of = self.req_states.req_id_to_index
         for req_id, new_block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if new_block_ids is not None:
-                self.block_tables.append_block_ids(
-                    index_of[req_id], new_block_ids, overwrite=False
-                )
+                self.block_tables.append_block_ids(index_of[req_id], new_block_ids, overwrite=False)

@@ -24,9 +24,7 @@ class RequestState:
         self.device = device
         self.req_id_to_index: dict[str, int] = {}
         self.free_indices = list(range(max_num_reqs - 1, -1, -1))
-        self.all_token_ids = StagedWriteTensor(
-            (max_num_reqs, max_model_len), torch.int32, device
-        )
+        self.all_token_ids = StagedWriteTensor((max_num_reqs, max_model_len), torch.int32, device)
         self.prompt_len = np.zeros(max_num_reqs, dtype=np.int32)
         self.prefill_len = np.zeros(max_num_reqs, dtype=np.int32)
         self.total_len = np.zeros(max_num_reqs, dtype=np.int64)

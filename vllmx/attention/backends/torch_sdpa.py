@@ -127,9 +127,7 @@ class SDPAMetadata:
             mask = mask[:, None, None, :]
         whole = len(members) == common.num_actual_tokens
         rows = None if whole else _rows(common, members)
-        return DecodeGroup(
-            rows, len(members), blocks.long().flatten(), mask, width * block_size
-        )
+        return DecodeGroup(rows, len(members), blocks.long().flatten(), mask, width * block_size)
 
     def _prefill(self, i: int, window: int | None) -> PrefillRequest:
         common, block_size = self.common, self.block_size

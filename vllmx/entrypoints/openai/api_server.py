@@ -277,7 +277,7 @@ class _Stopped(BaseException):
 
 @contextlib.contextmanager
 def _stop_on_signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGINT into _Stopped, for the time in which the model is loaded."""
+    """Turn SIGTERM and SIGINT into _Stopped, until the running server takes them over."""
 
     def stop(signum: int, _: object) -> None:
         raise _Stopped(0 if signum == signal.SIGTERM else 128 + signum)
@@ -297,16 +297,16 @@ def run_server(vllm_config: VllmConfig, server_config: ServerConfig) -> int:
     130, 143: SIGINT or a second SIGTERM, which end at once. 1: the engine died. Raises UserError
     for a port in use and for what is wrong with the model.
     """
-    with contextlib.closing(create_server_socket(server_config.host, server_config.port)) as sock:
+    sock = create_server_socket(server_config.host, server_config.port)
+    with contextlib.closing(sock), _stop_on_signals():
         try:
-            with _stop_on_signals():
-                engine = _build_engine(vllm_config)
+            engine = _build_engine(vllm_config)
+            try:
+                return asyncio.run(_serve(engine, vllm_config, server_config, sock))
+            finally:
+                engine.shutdown()
         except _Stopped as stopped:
             return stopped.exit_code
-        try:
-            return asyncio.run(_serve(engine, vllm_config, server_config, sock))
-        finally:
-            engine.shutdown()
 
 
 def _build_engine(vllm_config: VllmConfig) -> AsyncLLM:

@@ -105,8 +105,9 @@ def should_include_usage(options: StreamOptions | None, force: bool) -> tuple[bo
     """Whether a stream ends with its usage, and whether every chunk carries it."""
     if force:
         return True, True
-    include = options is not None and bool(options.include_usage)
-    return include, include and bool(options.continuous_usage_stats)
+    if options is None or not options.include_usage:
+        return False, False
+    return True, bool(options.continuous_usage_stats)
 
 
 def clamp_logprob(logprob: float) -> float:

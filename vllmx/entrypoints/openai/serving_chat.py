@@ -245,8 +245,8 @@ class OpenAIServingChat(OpenAIServing):
         num_top = body.top_logprobs or 0
         content = []
         for token_id, position in zip(output.token_ids, output.logprobs or [], strict=True):
-            entry = position.get(token_id)
-            shown = list(position.items())[: num_top if num_top >= 0 else None]
+            entry = position.get(token_id) if position else None
+            shown = list((position or {}).items())[: num_top if num_top >= 0 else None]
             content.append(
                 ChatCompletionLogProbsContent(
                     **self._logprob(token_id, entry, as_id),

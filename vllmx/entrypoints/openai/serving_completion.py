@@ -205,7 +205,7 @@ class OpenAIServingCompletion(OpenAIServing):
 
     def _response(self, answer: _Answer, results: list[RequestOutput]) -> CompletionResponse:
         body = answer.body
-        choices = []
+        choices: list[CompletionResponseChoice] = []
         num_generated = 0
         for prompt, result in zip(answer.prompts, results, strict=True):
             for output in result.outputs:
@@ -291,7 +291,8 @@ def _with_echo(
     if echo:
         assert prompt.text is not None
         text, token_ids = prompt.text, list(prompt.token_ids)
-        entries += result.prompt_logprobs or []
+        # An abort may come before there are any.
+        entries += result.prompt_logprobs or [None] * len(token_ids)
     if not body.only_echo:
         text += output.text
         token_ids += output.token_ids

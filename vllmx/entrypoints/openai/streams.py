@@ -24,8 +24,8 @@ async def merge_async_iterators(
 ) -> AsyncGenerator[tuple[int, T], None]:
     """Yield (index of the iterator, item) as items come; one failure ends and closes them all."""
     if len(iterators) == 1:
-        async for item in iterators[0]:
-            yield 0, item
+        async for only in iterators[0]:
+            yield 0, only
         return
     queue: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue()
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllmx.ir.ggml import BLOCK_SIZES, GGMLType
+from vllmx.ir.gguf_dequant import dequantize
 from vllmx.ir.op import register_op
-from vllmx.model_loader.gguf_dequant import dequantize
-from vllmx.model_loader.gguf_reader import BLOCK_SIZES, GGMLType
 
 
 @register_op

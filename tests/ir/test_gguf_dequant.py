@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from vllmx.exceptions import CheckpointError
-from vllmx.model_loader import gguf_dequant
-from vllmx.model_loader.gguf_dequant import PLAIN_DTYPES, check_supported, dequantize
-from vllmx.model_loader.gguf_reader import BLOCK_SIZES, GGMLType
+from vllmx.ir import gguf_dequant
+from vllmx.ir.ggml import BLOCK_SIZES, GGMLType
+from vllmx.ir.gguf_dequant import PLAIN_DTYPES, check_supported, dequantize
 
 TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from vllmx.exceptions import CheckpointError
-from vllmx.model_loader.gguf_reader import BLOCK_SIZES, GGMLType
+from vllmx.ir.ggml import BLOCK_SIZES, GGMLType
 
 PLAIN_DTYPES = {
     GGMLType.F32: torch.float32,

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints for tests: tiny random ones, and the real models as transformers sees them."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from vllmx.config import RunConfig, finalize
+from vllmx.engine.arg_utils import engine_args_to_config
+from vllmx.entrypoints.llm import LLM
+from vllmx.layers.parameter import to_float
+from vllmx.model_loader.resolve import resolve_model
+from vllmx.model_loader.weights import iterate_weights
+
+VOCAB = 200
+TINY = {
+    "llama": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+    "llama_untied_biased": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "gemma3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "tie_word_embeddings": True,
+    },
+}
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def save_tiny(name: str, folder: Path, seed: int = 0) -> torch.nn.Module:
+    """Write a tiny checkpoint without tokenizer into `folder`; returns transformers' model of it.
+
+    Weights are larger than usual, so that attention is peaked and positions matter.
+    """
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config_cls, model_cls = (
+        (Gemma3TextConfig, Gemma3ForCausalLM)
+        if name.startswith("gemma3")
+        else (LlamaConfig, LlamaForCausalLM)
+    )
+    config = config_cls(**{**COMMON, **TINY[name]})
+    config._attn_implementation = "eager"
+    model = model_cls(config).float().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * (0.3 if weight.dim() == 1 else 0.15))
+    model.save_pretrained(folder)
+    return model
+
+
+def build_engine(model: str | Path, **kwargs: object) -> LLM:
+    """An engine for a folder without tokenizer or a named model; one thread."""
+    run: RunConfig = engine_args_to_config(model=str(model), **kwargs)
+    run.model.skip_tokenizer_init = kwargs.get("skip_tokenizer_init", Path(model).is_dir())
+    run.device.num_threads = 1
+    run.load.use_tqdm_on_load = False
+    return LLM(config=finalize(run))
+
+
+def transformers_twin(name: str) -> torch.nn.Module:
+    """transformers' model of a named GGUF model, filled with the very float32 values we load."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+
+    config, weights = float_weights(name)
+    gemma = config.model_type == "gemma3_text"
+    config_cls, model_cls = (
+        (Gemma3TextConfig, Gemma3ForCausalLM) if gemma else (LlamaConfig, LlamaForCausalLM)
+    )
+    with torch.device("meta"):
+        model = model_cls(config_cls(**config.to_dict()))
+    model.to_empty(device="cpu")
+    # Tables that are not in a checkpoint were left empty above.
+    model.model.rotary_emb.__init__(model.config)
+    if gemma:
+        model.model.embed_tokens.embed_scale = torch.tensor(config.hidden_size**0.5)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    model.tie_weights()
+    return model.eval()
+
+
+def float_weights(name: str) -> tuple:
+    """(config, {HF name: float32 tensor}) of a named model."""
+    run = engine_args_to_config(model=name)
+    run.load.use_tqdm_on_load = False
+    vllm_config = finalize(run)
+    resolve_model(vllm_config)
+    weights = {key: to_float(tensor) for key, tensor in iterate_weights(vllm_config)}
+    return vllm_config.model_config.hf_config, weights
+
+
+def save_as_safetensors(name: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a named model as a HF folder of `dtype`, without tokenizer."""
+    config, weights = float_weights(name)
+    save_file(
+        {key: tensor.to(dtype).contiguous() for key, tensor in weights.items()},
+        folder / "model.safetensors",
+    )
+    values = config.to_dict()
+    values["torch_dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
