@@ -324,8 +324,8 @@ class BlockPool:
         Blocks that nobody holds any more go to the end of the queue, or to its front where they
         have no key and so can never be hit.
         """
-        with_hash = []
-        without_hash = []
+        with_hash: list[KVCacheBlock] = []
+        without_hash: list[KVCacheBlock] = []
         for block in ordered_blocks:
             block.ref_cnt -= 1
             if block.ref_cnt == 0 and not block.is_null:

@@ -21,10 +21,10 @@ class KVCacheBlock:
     """Requests that hold the block."""
     _block_hash: BlockHashWithGroupId | None = None
     _block_hash_num_tokens: int | None = None
-    prev_free_block: KVCacheBlock | None = None
-    """Neighbour in the free queue, written by the queue alone."""
-    next_free_block: KVCacheBlock | None = None
-    """Neighbour in the free queue, written by the queue alone."""
+    prev_free_block: KVCacheBlock = None  # type: ignore[assignment]
+    """Neighbour in the free queue, written by the queue alone; None outside it."""
+    next_free_block: KVCacheBlock = None  # type: ignore[assignment]
+    """Neighbour in the free queue, written by the queue alone; None outside it."""
     is_null: bool = False
     """The placeholder for tokens whose keys and values are not kept."""
 
@@ -95,7 +95,7 @@ class FreeKVCacheBlockQueue:
         block = self.fake_free_list_head.next_free_block
         for _ in range(n):
             following = block.next_free_block
-            block.prev_free_block = block.next_free_block = None
+            block.prev_free_block = block.next_free_block = None  # type: ignore[assignment]
             taken.append(block)
             block = following
         self.fake_free_list_head.next_free_block = block
@@ -110,7 +110,7 @@ class FreeKVCacheBlockQueue:
             raise RuntimeError(f"remove() called on an invalid block: {block}")
         before.next_free_block = after
         after.prev_free_block = before
-        block.prev_free_block = block.next_free_block = None
+        block.prev_free_block = block.next_free_block = None  # type: ignore[assignment]
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
@@ -127,7 +127,7 @@ class FreeKVCacheBlockQueue:
         if blocks:
             self._insert_after(self.fake_free_list_head, blocks)
 
-    def _insert_after(self, before: KVCacheBlock | None, blocks: list[KVCacheBlock]) -> None:
+    def _insert_after(self, before: KVCacheBlock, blocks: list[KVCacheBlock]) -> None:
         assert before is not None and before.next_free_block is not None
         after = before.next_free_block
         for block in blocks:

@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllmx.core.block_hash import BlockHash, BlockHashList, BlockHashListWithBlockSize
 from vllmx.core.block_pool import BlockPool
 from vllmx.core.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
+from vllmx.core.mamba_manager import MambaManager
 from vllmx.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
     SingleTypeKVCacheManager,
-    get_manager_for_kv_cache_spec,
+    SlidingWindowManager,
 )
 from vllmx.exceptions import UserError
 
@@ -238,39 +242,12 @@ class KVCacheCoordinator(ABC):
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
     """Any number of groups, even none, without prefix caching."""
 
-    def __init__(
-        self,
-        kv_cache_config: KVCacheConfig,
-        max_model_len: int,
-        max_num_batched_tokens: int,
-        use_eagle: bool,
-        enable_kv_cache_events: bool,
-        dcp_world_size: int,
-        pcp_world_size: int,
-        scheduler_block_size: int,
-        hash_block_size: int,
-        metrics_collector: KVCacheMetricsCollector | None = None,
-        retention_interval: int | None = None,
-    ) -> None:
-        super().__init__(
-            kv_cache_config,
-            max_model_len,
-            max_num_batched_tokens,
-            use_eagle,
-            False,
-            enable_kv_cache_events,
-            dcp_world_size,
-            pcp_world_size,
-            scheduler_block_size,
-            hash_block_size,
-            metrics_collector,
-            retention_interval,
-        )
-        self.num_single_type_manager = len(self.single_type_managers)
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(enable_caching=False, **kwargs)
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
         """0 for each group: nothing is shared."""
-        return [0] * self.num_single_type_manager
+        return [0] * len(self.single_type_managers)
 
     def find_longest_cache_hit(
         self, block_hashes: list[BlockHash], max_cache_hit_length: int
@@ -359,9 +336,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
         self.attention_groups = sorted(
             by_spec, key=lambda group: not isinstance(group.spec, FullAttentionSpec)
         )
-        for group in self.attention_groups:
-            for group_id in group.group_ids:
-                self.single_type_managers[group_id].use_eagle = group.use_eagle
+        for known in by_spec:
+            for group_id in known.group_ids:
+                self.single_type_managers[group_id].use_eagle = known.use_eagle
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Let full blocks be found, up to the last length at which a hit can end.
@@ -420,7 +397,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
                 break
         for group in full_groups:
             for group_id in group.group_ids:
-                del tables[group_id][hit_length // group.spec.block_size :]
+                table = tables[group_id]
+                assert table is not None
+                del table[hit_length // group.spec.block_size :]
         self.num_uncached_common_prefix_tokens = longest - hit_length
         return tuple(table or [] for table in tables), hit_length
 
@@ -467,6 +446,31 @@ def _validate_retention_interval(
             f"retention_interval={retention_interval}: must be non-negative and a multiple of "
             f"scheduler_block_size ({scheduler_block_size})."
         )
+
+
+_MANAGERS: dict[type[KVCacheSpec], type[SingleTypeKVCacheManager]] = {
+    FullAttentionSpec: FullAttentionManager,
+    SlidingWindowSpec: SlidingWindowManager,
+    ChunkedLocalAttentionSpec: ChunkedLocalAttentionManager,
+    MambaSpec: MambaManager,
+}
+
+
+def get_manager_for_kv_cache_spec(
+    kv_cache_spec: KVCacheSpec, max_num_batched_tokens: int, max_model_len: int, **kwargs: Any
+) -> SingleTypeKVCacheManager:
+    """The manager of a group; `kwargs` go to its constructor. ValueError for an unknown spec."""
+    for base in type(kv_cache_spec).__mro__:
+        if base in _MANAGERS:
+            manager_class = _MANAGERS[base]
+            break
+    else:
+        raise ValueError(f"No manager for KV cache spec {type(kv_cache_spec).__name__}.")
+    if isinstance(kv_cache_spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+        kwargs["max_admission_blocks_per_request"] = kv_cache_spec.max_admission_blocks_per_request(
+            max_num_batched_tokens=max_num_batched_tokens, max_model_len=max_model_len
+        )
+    return manager_class(kv_cache_spec, **kwargs)
 
 
 def get_kv_cache_coordinator(

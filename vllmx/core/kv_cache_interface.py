@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 from math import prod
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
@@ -100,7 +100,7 @@ def _stored_head_size(head_size: int, mode: KVQuantMode) -> int:
     return head_size
 
 
-class KVCacheSpecKind(str, Enum):
+class KVCacheSpecKind(StrEnum):
     """Label of a spec in KV events."""
 
     FULL_ATTENTION = "full_attention"
@@ -220,7 +220,7 @@ class FullAttentionSpec(AttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes of `max_model_len` tokens, rounded up to blocks."""
         _check_no_context_parallel(vllm_config)
-        blocks = cdiv(vllm_config.model_config.max_model_len, self.block_size)
+        blocks = cdiv(max_model_len_of(vllm_config), self.block_size)
         return blocks * self.page_size_bytes
 
     @classmethod
@@ -267,11 +267,11 @@ class FullAttentionSpec(AttentionSpec):
         return all(isinstance(spec, FullAttentionSpec) for spec in kv_cache_specs.values())
 
 
-def _window_sizes(specs: Sequence[KVCacheSpec]) -> set[int]:
+def _window_sizes(specs: Sequence[Any]) -> set[int]:
     return {spec.sliding_window for spec in specs if spec.sliding_window is not None}
 
 
-def _chunk_sizes(specs: Sequence[KVCacheSpec]) -> set[int]:
+def _chunk_sizes(specs: Sequence[Any]) -> set[int]:
     return {spec.attention_chunk_size for spec in specs if spec.attention_chunk_size is not None}
 
 
@@ -279,6 +279,13 @@ def _same_layout(specs: Sequence[KVCacheSpec]) -> bool:
     names = [field.name for field in fields(AttentionSpec)] + ["head_size_v"]
     first = [getattr(specs[0], name) for name in names]
     return all([getattr(spec, name) for name in names] == first for spec in specs[1:])
+
+
+def max_model_len_of(vllm_config: VllmConfig) -> int:
+    """Longest request in tokens; loading the model has settled it."""
+    max_model_len = vllm_config.model_config.max_model_len
+    assert max_model_len is not None, "max_model_len is not resolved yet"
+    return max_model_len
 
 
 def _check_no_context_parallel(vllm_config: VllmConfig) -> None:
@@ -303,7 +310,7 @@ class _RecyclingSpec(AttentionSpec):
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         """Bytes of the most blocks that a request holds at once."""
         _check_no_context_parallel(vllm_config)
-        max_model_len = vllm_config.model_config.max_model_len
+        max_model_len = max_model_len_of(vllm_config)
         max_num_batched_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         if max_num_batched_tokens is None:
             max_num_batched_tokens = max_model_len
@@ -400,7 +407,7 @@ class MambaSpec(KVCacheSpec):
         """Bytes of the states that the cache mode keeps for one request."""
         mode = vllm_config.cache_config.mamba_cache_mode
         if mode == "all":
-            blocks = cdiv(vllm_config.model_config.max_model_len, self.block_size)
+            blocks = cdiv(max_model_len_of(vllm_config), self.block_size)
         else:
             blocks = 2 if mode == "align" else 1
         return (blocks + self.num_speculative_blocks) * self.page_size_bytes

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from vllmx.core.kv_cache_interface import (
@@ -25,6 +26,7 @@ from vllmx.core.kv_cache_interface import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     cdiv,
+    max_model_len_of,
 )
 from vllmx.exceptions import UserError
 
@@ -44,6 +46,7 @@ def resolve_kv_cache_block_sizes(
     greatest common divisor; equal to the first where it brings nothing.
     """
     cache_config = vllm_config.cache_config
+    assert cache_config.block_size is not None, "block_size is not resolved yet"
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     if len(specs) <= 1:
         return cache_config.block_size, cache_config.block_size
@@ -80,7 +83,7 @@ def _longest_that_fits(
         probe.model_config.max_model_len = max_model_len
         return needed_bytes(probe)
 
-    lengths = range(1, vllm_config.model_config.max_model_len + 1)
+    lengths = range(1, max_model_len_of(vllm_config) + 1)
     return bisect_right(lengths, available_memory, key=needed_for)
 
 
@@ -113,7 +116,7 @@ def _check_enough_memory(
     needed = needed_bytes(vllm_config)
     if needed <= available_memory:
         return
-    max_model_len = vllm_config.model_config.max_model_len
+    max_model_len = max_model_len_of(vllm_config)
     longest = _longest_that_fits(vllm_config, needed_bytes, available_memory)
     if longest > 0:
         cure = (
@@ -224,7 +227,7 @@ def _get_kv_cache_groups_uniform_page_size(
         by_spec[spec].append(name)
     sizes = [len(names) for names in by_spec.values()]
     group_size = max(sizes) if max(sizes) < min(sizes) * 1.5 else min(sizes)
-    grouped = []
+    grouped: list[list[str]] = []
     for names in by_spec.values():
         num_groups = cdiv(len(names), group_size)
         if num_padding := num_groups * group_size - len(names):
@@ -253,13 +256,9 @@ def unify_hybrid_kv_cache_specs(kv_cache_spec: dict[str, KVCacheSpec]) -> None:
         for name, spec in kv_cache_spec.items():
             if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
                 continue
-            common = {f.name: getattr(spec, f.name) for f in fields(AttentionSpec)}
-            kv_cache_spec[name] = FullAttentionSpec(
-                **common,
-                head_size_v=getattr(spec, "head_size_v", None),
-                sliding_window=getattr(spec, "sliding_window", None),
-                attention_chunk_size=getattr(spec, "attention_chunk_size", None),
-            )
+            names = {field.name for field in fields(FullAttentionSpec)}
+            kept = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name in names}
+            kv_cache_spec[name] = FullAttentionSpec(**kept)
     if not _is_one_type(kv_cache_spec):
         raise UserError(
             "Hybrid KV cache manager is disabled but failed to convert the KV cache specs to one "
@@ -305,7 +304,7 @@ def _pool_bytes_per_block(groups: list[KVCacheGroupSpec]) -> int:
     return group_size * get_uniform_page_size(group.kv_cache_spec for group in groups)
 
 
-def _needed_bytes_of_groups(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
+def _needed_bytes_of_groups(groups: list[KVCacheGroupSpec], vllm_config: VllmConfig) -> int:
     """Bytes of a pool that holds one request of max_model_len tokens.
 
     Padding layers count, and so does the null block: without it the longest request would pass
@@ -402,7 +401,7 @@ def get_kv_cache_capacity(
 ) -> tuple[int, float]:
     """Tokens that the pool holds in requests of max_model_len tokens, and how many of those."""
     concurrency = get_max_concurrency_for_kv_cache_config(vllm_config, kv_cache_config)
-    return int(concurrency * vllm_config.model_config.max_model_len), concurrency
+    return int(concurrency * max_model_len_of(vllm_config)), concurrency
 
 
 def _auto_fit_max_model_len(
@@ -411,13 +410,12 @@ def _auto_fit_max_model_len(
     available_memory: list[int],
 ) -> None:
     """Lower `model_config.max_model_len` to the longest request that every worker can hold."""
-    wanted = vllm_config.model_config.max_model_len
+    wanted = max_model_len_of(vllm_config)
     fitted = wanted
     for groups, memory in zip(groups_per_worker, available_memory, strict=True):
         if groups:
-            longest = _longest_that_fits(
-                vllm_config, lambda config, g=groups: _needed_bytes_of_groups(config, g), memory
-            )
+            needed = partial(_needed_bytes_of_groups, groups)
+            longest = _longest_that_fits(vllm_config, needed, memory)
             fitted = min(fitted, longest)
     if fitted <= 0:
         raise UserError(
@@ -514,11 +512,8 @@ def get_kv_cache_configs(
     configs = []
     for worker_groups, memory in zip(groups_per_worker, memory_per_worker, strict=True):
         if worker_groups:
-            _check_enough_memory(
-                vllm_config,
-                lambda config, g=worker_groups: _needed_bytes_of_groups(config, g),
-                memory,
-            )
+            needed = partial(_needed_bytes_of_groups, worker_groups)
+            _check_enough_memory(vllm_config, needed, memory)
         configs.append(get_kv_cache_config_from_groups(vllm_config, worker_groups, memory))
     _equalize_num_blocks(configs)
     for config in configs:

@@ -16,16 +16,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from vllmx.exceptions import CheckpointError
-from vllmx.ir.ggml import BLOCK_SIZES, GGMLType, ModelNotFoundError
+from vllmx.exceptions import CheckpointError, ModelNotFoundError
+from vllmx.ir.ggml import BLOCK_SIZES, GGMLType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_ARRAY_DEPTH = 4
-
-
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS: dict[int, str] = {
     0: "<u1",
