@@ -13,7 +13,7 @@ from vllmx.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest
 from vllmx.metrics.stats import PrefillStats
 
 if TYPE_CHECKING:
-    from vllmx.core.kv_cache_utils import BlockHash
+    from vllmx.core.block_hash import BlockHash
     from vllmx.sampling_params import SamplingParams
 
 

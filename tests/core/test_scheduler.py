@@ -666,3 +666,15 @@ def test_async_drops_tokens_of_a_cache_that_was_reset_meanwhile():
     assert loop.scheduler.requests["a"].async_tokens_to_discard == 1
     loop.run()
     assert loop.tokens["a"] == [3 + p for p in range(9, 17)]
+
+
+def test_async_keeps_events_and_prefill_stats_for_the_first_output_that_is_not_dropped():
+    loop = Loop(make_config(async_scheduling=True))
+    loop.add(make_request("a", 9, max_tokens=3))
+    loop.step()  # its first token is on its way
+    loop.scheduler.reset_prefix_cache(reset_running_requests=True)
+    loop.run()
+    first = loop.first["a"]
+    assert first.prefill_stats.num_prompt_tokens == 9 and first.new_token_ids == [12]
+    names = [event.type.name for event in first.events]
+    assert names == ["QUEUED", "SCHEDULED", "PREEMPTED", "SCHEDULED"]

@@ -397,9 +397,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
                 break
         for group in full_groups:
             for group_id in group.group_ids:
-                table = tables[group_id]
-                assert table is not None
-                del table[hit_length // group.spec.block_size :]
+                hit_table = tables[group_id]
+                assert hit_table is not None
+                del hit_table[hit_length // group.spec.block_size :]
         self.num_uncached_common_prefix_tokens = longest - hit_length
         return tuple(table or [] for table in tables), hit_length
 

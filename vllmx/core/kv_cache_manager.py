@@ -122,6 +122,7 @@ class KVCacheManager:
         )
         self.num_kv_cache_groups = len(groups)
         self.block_pool = self.coordinator.block_pool
+        self._unchanged_until = self.coordinator.unchanged_until
         self.kv_cache_config = kv_cache_config
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         # What a group's events say of it: kind and window.
@@ -197,7 +198,7 @@ class KVCacheManager:
         # completed and none leaves a window.
         if (
             request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
-            <= self.coordinator.unchanged_until.get(request.request_id, 0)
+            <= self._unchanged_until.get(request.request_id, 0)
             and num_new_tokens > 0
             and new_computed_blocks is None
             and not (num_external_computed_tokens or full_sequence_must_fit or reserved_blocks)

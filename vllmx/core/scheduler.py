@@ -50,6 +50,7 @@ class _Step:
     index: int = 0
     preempted: bool = False
     new_reqs: list[Request] = field(default_factory=list)
+    resumed_reqs: list[Request] = field(default_factory=list)
     running_reqs: list[Request] = field(default_factory=list)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     # Only the requests that got blocks in this step.
@@ -318,10 +319,11 @@ class Scheduler(SchedulerInterface):
             request.prefill_stats.set(request.num_prompt_tokens, num_computed_tokens, 0)
         if self.log_stats:
             request.record_event(EngineCoreEventType.SCHEDULED, step.timestamp)
+        is_new = request.status == RequestStatus.WAITING
+        (step.new_reqs if is_new else step.resumed_reqs).append(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed_tokens
         self.running.append(request)
-        step.new_reqs.append(request)
         step.new_blocks[request_id] = self.kv_cache_manager.get_blocks(request_id)
         step.num_scheduled_tokens[request_id] = num_new_tokens
         step.token_budget -= num_new_tokens
@@ -350,7 +352,7 @@ class Scheduler(SchedulerInterface):
                     step.new_blocks[request.request_id].get_block_ids(),
                     request._all_token_ids.copy(),
                 )
-                for request in step.new_reqs
+                for request in (*step.new_reqs, *step.resumed_reqs)
             ],
             scheduled_cached_reqs=self._make_cached_request_data(step),
             num_scheduled_tokens=step.num_scheduled_tokens,
@@ -372,7 +374,7 @@ class Scheduler(SchedulerInterface):
         reqs = step.running_reqs
         req_ids = [request.request_id for request in reqs]
         new_block_ids: list[tuple[list[int], ...] | None] = [None] * len(reqs)
-        if len(step.new_blocks) > len(step.new_reqs):
+        if len(step.new_blocks) > len(step.new_reqs) + len(step.resumed_reqs):
             for i, req_id in enumerate(req_ids):
                 if (blocks := step.new_blocks.get(req_id)) is not None:
                     new_block_ids[i] = blocks.get_block_ids(allow_none=True)
@@ -479,12 +481,13 @@ class Scheduler(SchedulerInterface):
             if not new_token_ids:
                 continue  # its prompt is not complete yet
             new_token_ids, stopped = self._update_request_with_output(request, new_token_ids)
+            if not new_token_ids:
+                continue  # it was preempted by reset_prefix_cache in the meantime
             if stopped or has_extras or request.events or request.prefill_stats is not None:
                 output = self._make_output(request, new_token_ids, req_index, model_runner_output)
             else:
                 output = EngineCoreOutput(req_id, new_token_ids)
-            if new_token_ids:
-                outputs[request.client_index].append(output)
+            outputs[request.client_index].append(output)
             if stopped:
                 self._free_request(request)
                 stopped_requests.add(request)
