@@ -133,7 +133,7 @@ class Request:
         self.sampling_params = sampling_params
         self.pooling_params = pooling_params
         self.lora_request = lora_request
-        self.structured_output_request: Any | None = None
+        self.structured_output_request: Any = None
         self.arrival_time = arrival_time if arrival_time is not None else time.time()
         self.cache_salt = cache_salt
         self.mm_features = mm_features or []

@@ -126,7 +126,8 @@ def test_fcfs_preempts_the_last_and_resumes_it_first_as_a_new_request():
     assert output.preempted_req_ids == set()
     assert outputs[0].outputs[0].finish_reason == FinishReason.LENGTH
     output, outputs = step(scheduler)
-    resumed, other = output.scheduled_new_reqs
+    # b is resumed first; in the list the new ones come before the resumed.
+    other, resumed = output.scheduled_new_reqs
     assert (resumed.req_id, other.req_id) == ("b", "c")
     assert resumed.num_computed_tokens == 0 and len(resumed.prefill_token_ids) == 13
     assert scheduled(output) == {"b": 13, "c": 4}
@@ -160,7 +161,7 @@ def test_priority_victim_scheduled_before_gives_its_budget_back():
     step(scheduler)
     scheduler.add_request(make_request("urgent", 8, 9, priority=0))
     step(scheduler)
-    output, outputs = step(scheduler)
+    output, _ = step(scheduler)
     assert output.preempted_req_ids == {"idle"}
     assert scheduled(output) == {"urgent": 1}
     assert "idle" not in output.scheduled_cached_reqs.req_ids

@@ -185,9 +185,7 @@ def test_unknown_executor_is_refused():
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
 def test_all_requests_get_their_tokens(async_scheduling, caching):
-    core = make_core(
-        make_config(num_blocks=40, caching=caching, async_scheduling=async_scheduling)
-    )
+    core = make_core(make_config(num_blocks=40, caching=caching, async_scheduling=async_scheduling))
     for i in range(20):
         add(core, f"r{i}", 5 + i, max_tokens=7)
     tokens, reasons = run(core)

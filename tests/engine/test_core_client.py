@@ -102,7 +102,7 @@ def test_aborts_from_many_tasks_at_any_time_leave_the_engine_well():
         aborting = [abort(name, 0.003 * i) for i, name in enumerate(names[:15])]
         for name in names:
             await client.add_request_async(make_engine_request(name, max_tokens=20))
-        *_, (tokens, reasons) = await asyncio.gather(*aborting, collect(client, set(names[15:])))
+        *_, (tokens, _) = await asyncio.gather(*aborting, collect(client, set(names[15:])))
         assert all(len(tokens[name]) == 20 for name in names[15:])
         assert await client.reset_prefix_cache_async()  # no block is held any more
 

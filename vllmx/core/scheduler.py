@@ -30,7 +30,8 @@ from vllmx.core.output import (
 from vllmx.core.request_queue import RequestQueue, SchedulingPolicy, create_request_queue
 from vllmx.core.utils import check_stop, remove_all
 from vllmx.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
-from vllmx.metrics.stats import SchedulerStats
+from vllmx.exceptions import UserError
+from vllmx.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllmx.request import Request, RequestStatus
 
 if TYPE_CHECKING:
@@ -81,15 +82,20 @@ class Scheduler(SchedulerInterface):
         self.scheduler_config = vllm_config.scheduler_config
         self.cache_config = vllm_config.cache_config
         self.kv_cache_config = kv_cache_config
-        self.structured_output_manager = structured_output_manager
+        self.structured_output_manager: Any = structured_output_manager
         self.block_size = block_size
         self.log_stats = log_stats
 
         self.max_num_running_reqs = self.scheduler_config.max_num_seqs
-        self.max_num_scheduled_tokens = self.scheduler_config.max_num_scheduled_tokens
-        if self.max_num_scheduled_tokens is None:
-            self.max_num_scheduled_tokens = self.scheduler_config.max_num_batched_tokens
-        self.max_model_len = vllm_config.model_config.max_model_len
+        max_num_batched_tokens = self.scheduler_config.max_num_batched_tokens
+        max_num_scheduled_tokens = self.scheduler_config.max_num_scheduled_tokens
+        max_model_len = vllm_config.model_config.max_model_len
+        # Resolved when the engine starts.
+        assert max_num_batched_tokens is not None and max_model_len is not None
+        if max_num_scheduled_tokens is None:
+            max_num_scheduled_tokens = max_num_batched_tokens
+        self.max_num_scheduled_tokens = max_num_scheduled_tokens
+        self.max_model_len = max_model_len
         self.scheduler_reserve_full_isl = self.scheduler_config.scheduler_reserve_full_isl
         try:
             self.policy = SchedulingPolicy(self.scheduler_config.policy)
@@ -123,7 +129,7 @@ class Scheduler(SchedulerInterface):
         self.kv_cache_manager = KVCacheManager(
             kv_cache_config=kv_cache_config,
             max_model_len=self.max_model_len,
-            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
             enable_caching=self.cache_config.enable_prefix_caching,
             log_stats=log_stats,
             scheduler_block_size=block_size,
@@ -131,6 +137,9 @@ class Scheduler(SchedulerInterface):
             metrics_collector=self.kv_metrics_collector,
             watermark=self.scheduler_config.watermark,
         )
+        if kv_cache_config.has_mamba_layers and self.cache_config.mamba_cache_mode == "align":
+            # It would have to end every piece of a prompt where a state is kept.
+            raise UserError("cache.mamba_cache_mode=align is not built; choose none.")
         self.needs_kv_cache_zeroing = kv_cache_config.needs_kv_cache_zeroing
 
     # ------------------------------------------------------------------ schedule
@@ -314,7 +323,7 @@ class Scheduler(SchedulerInterface):
             return False
 
         request_id = request.request_id
-        if request.num_preemptions == 0:
+        if request.num_preemptions == 0 and request.prefill_stats is not None:
             # Blocks that a preempted request finds again are its own.
             request.prefill_stats.set(request.num_prompt_tokens, num_computed_tokens, 0)
         if self.log_stats:
@@ -684,7 +693,8 @@ class Scheduler(SchedulerInterface):
             num_waiting_reqs=len(self.waiting),
             num_skipped_waiting_reqs=len(self.skipped_waiting),
             kv_cache_usage=self.kv_cache_manager.usage,
-            prefix_cache_stats=self.kv_cache_manager.make_prefix_cache_stats(),
+            prefix_cache_stats=self.kv_cache_manager.make_prefix_cache_stats()
+            or PrefixCacheStats(),
             kv_cache_eviction_events=collector.drain_events() if collector is not None else [],
             cudagraph_stats=cudagraph_stats,
         )

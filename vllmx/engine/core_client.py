@@ -168,13 +168,13 @@ class _Mailbox:
             self.queue.put_nowait(outputs)
         else:
             answer = outputs.utility_output
-            call = self.calls.pop(answer.call_id, None)
-            if call is None or call.done():
+            waiter = self.calls.pop(answer.call_id, None)
+            if waiter is None or waiter.done():
                 return  # the caller was cancelled
             if answer.failure_message is None:
-                call.set_result(answer.result)
+                waiter.set_result(answer.result)
             else:
-                call.set_exception(RuntimeError(answer.failure_message))
+                waiter.set_exception(RuntimeError(answer.failure_message))
 
     def close(self, cause: BaseException | None) -> None:
         """Nothing comes any more: wake up everybody who waits. For the engine's thread."""

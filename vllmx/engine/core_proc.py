@@ -104,10 +104,11 @@ class EngineCoreProc(EngineCore):
             return None
 
     def _process_engine_step(self) -> None:
-        outputs, model_executed = self.step_fn()
+        outputs, progress = self.step_fn()
         for client_index, client_outputs in outputs.items():
             self._send_outputs(client_index, client_outputs)
-        if not model_executed and self.scheduler.has_unfinished_requests():
+            progress |= bool(client_outputs.outputs)
+        if not progress and self.scheduler.has_unfinished_requests():
             # They wait for something outside; let other threads get on with it.
             time.sleep(0.001)
 

@@ -91,12 +91,12 @@ def initialize_kv_caches(vllm_config: VllmConfig, executor: Executor) -> KVCache
     configs = get_kv_cache_configs(vllm_config, specs, available_memory)
     kv_cache_config = generate_scheduler_kv_cache_config(configs)
     cache_config = vllm_config.cache_config
-    cache_config.num_gpu_blocks = kv_cache_config.num_blocks
+    cache_config.num_gpu_blocks = kv_cache_config.num_blocks  # type: ignore[assignment]
     groups = kv_cache_config.kv_cache_groups
     if groups:
         cache_config.block_size = min(group.kv_cache_spec.block_size for group in groups)
         num_tokens, max_concurrency = get_kv_cache_capacity(vllm_config, kv_cache_config)
-        cache_config.kv_cache_size_tokens = num_tokens
-        cache_config.kv_cache_max_concurrency = max_concurrency
+        cache_config.kv_cache_size_tokens = num_tokens  # type: ignore[assignment]
+        cache_config.kv_cache_max_concurrency = max_concurrency  # type: ignore[assignment]
     executor.initialize_from_config(configs)
     return kv_cache_config

@@ -35,7 +35,7 @@ def _supports(context: OpContext) -> bool | str:
 
 def _prepare(weight: Tensor, bias: Tensor | None) -> torch.ScriptObject:
     """Pack float weights [out, in]; raises ValueError if one is outside fp16's range."""
-    largest = float(weight.abs().max())
+    largest = max(abs(float(bound)) for bound in weight.aminmax())
     if not largest <= LARGEST_FP16:
         raise ValueError(
             f"a weight of magnitude {largest:g} does not fit fp16; "

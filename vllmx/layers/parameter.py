@@ -34,11 +34,14 @@ class WeightHolder:
         raise AssertionError(f"{type(self).__name__} does not say what weights it expects")
 
     def finish_loading(self) -> None:
-        """Called once all expected weights are there; turns `self.loaded` into what runs."""
+        """Turn `self.loaded` into what runs; called by `pack`, maybe in another thread."""
         raise AssertionError(f"{type(self).__name__} does not say how its weights are packed")
 
-    def load_weight(self, param: str, shard_id: str | None, tensor: Any, source_name: str) -> None:
-        """Take one tensor of the checkpoint; CheckpointError where its shape is another."""
+    def load_weight(self, param: str, shard_id: str | None, tensor: Any, source_name: str) -> bool:
+        """Take one tensor of the checkpoint; CheckpointError where its shape is another.
+
+        True once every expected weight is there: then `pack` is due.
+        """
         expected = self.expected_weights()
         key = (param, shard_id)
         if key not in expected:
@@ -56,9 +59,12 @@ class WeightHolder:
         if key in self.loaded or self.is_loaded:
             raise CheckpointError(f"weight {source_name} is in the checkpoint twice.")
         self.loaded[key] = tensor
-        if len(self.loaded) == len(expected):
-            self.finish_loading()
-            self.is_loaded, self.loaded = True, None
+        return len(self.loaded) == len(expected)
+
+    def pack(self) -> None:
+        """Turn the loaded shards into what runs, and let go of them."""
+        self.finish_loading()
+        self.is_loaded, self.loaded = True, None
 
     def take_float(self, param: str) -> Tensor:
         """The one unsharded `param` as float32."""

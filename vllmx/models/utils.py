@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from vllmx.exceptions import CheckpointError
@@ -70,7 +72,26 @@ class AutoWeightsLoader:
         self.skip_prefixes = skip_prefixes
 
     def load_weights(self, weights: Iterable[tuple[str, Any]], mapper: WeightsMapper) -> None:
-        """Load (checkpoint name, tensor) pairs; CheckpointError names what does not fit."""
+        """Load (checkpoint name, tensor) pairs; CheckpointError names what does not fit.
+
+        Layers are packed side by side, one thread each: expanding and packing a weight is many
+        small ops, which several threads at once slow down rather than speed up.
+        """
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                packing = [pool.submit(h.pack) for h in self._complete_holders(weights, mapper)]
+                for task in packing:
+                    task.result()
+        finally:
+            torch.set_num_threads(threads)
+        self._check_complete(mapper)
+
+    def _complete_holders(
+        self, weights: Iterable[tuple[str, Any]], mapper: WeightsMapper
+    ) -> Iterator[WeightHolder]:
+        """Hand out the weights and yield each layer when it has got its last one."""
         for source_name, tensor in weights:
             if source_name.startswith(self.skip_prefixes) and self.skip_prefixes:
                 continue
@@ -82,8 +103,8 @@ class AutoWeightsLoader:
             holder = self.holders.get(module_name)
             if holder is None:
                 raise CheckpointError(self._unexpected(source_name, module_name))
-            holder.load_weight(param, shard_id, tensor, source_name)
-        self._check_complete(mapper)
+            if holder.load_weight(param, shard_id, tensor, source_name):
+                yield holder
 
     def _unexpected(self, source_name: str, module_name: str) -> str:
         near = difflib.get_close_matches(module_name, self.holders, n=1)

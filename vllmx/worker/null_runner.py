@@ -74,7 +74,7 @@ class NullModelRunner:
         self.check = check
         self.num_steps = 0
         self.rows: dict[str, _Row] = {}
-        self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self.max_num_tokens = vllm_config.scheduler_config.max_num_batched_tokens or 0
         self._kv_cache: _CheckedKVCache | None = None
         self._scheduled: dict[str, int] | None = None
 
@@ -92,11 +92,8 @@ class NullModelRunner:
         for req_id in scheduler_output.preempted_req_ids or ():
             rows.pop(req_id, None)
         for new in scheduler_output.scheduled_new_reqs:
-            rows[new.req_id] = _Row(
-                new.prefill_token_ids or new.prompt_token_ids,
-                new.num_computed_tokens,
-                new.block_ids,
-            )
+            assert new.prefill_token_ids is not None
+            rows[new.req_id] = _Row(new.prefill_token_ids, new.num_computed_tokens, new.block_ids)
         self._append_blocks(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens == 0:
             return EMPTY_MODEL_RUNNER_OUTPUT
