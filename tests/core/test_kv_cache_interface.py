@@ -166,7 +166,9 @@ def test_kind_and_window_for_events():
 
 def test_pools_with_states_must_be_zeroed():
     attention = KVCacheConfig(1, [], [KVCacheGroupSpec(["a"], full(4))])
-    hybrid = KVCacheConfig(1, [], [KVCacheGroupSpec(["a"], full(4)), KVCacheGroupSpec([], mamba(4))])
+    hybrid = KVCacheConfig(
+        1, [], [KVCacheGroupSpec(["a"], full(4)), KVCacheGroupSpec([], mamba(4))]
+    )
     assert not attention.has_mamba_layers and not attention.needs_kv_cache_zeroing
     assert hybrid.has_mamba_layers and hybrid.needs_kv_cache_zeroing
 

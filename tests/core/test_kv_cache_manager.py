@@ -29,8 +29,10 @@ def hit_length(manager, tokens, **kwargs):
 
 
 def test_blocks_as_ids_for_each_group():
-    a, b, c = (SimpleNamespace(block_id=i, block_hash=h, is_null=i == 0) for i, h in
-               ((0, None), (1, None), (2, b"h")))
+    a, b, c = (
+        SimpleNamespace(block_id=i, block_hash=h, is_null=i == 0)
+        for i, h in ((0, None), (1, None), (2, b"h"))
+    )
     blocks = KVCacheBlocks(([a, b], [c]))
     assert blocks.get_block_ids() == ([0, 1], [2])
     assert blocks.get_unhashed_block_ids_all_groups() == [[1], []]

@@ -110,9 +110,7 @@ def test_smaller_pages_get_more_tokens():
 
 
 def test_pages_that_do_not_divide_are_padded_where_the_backend_can_read_them():
-    specs = layers(
-        full(4, head_size=3), window(4, 8, head_size=2, indexes_kv_by_block_stride=True)
-    )
+    specs = layers(full(4, head_size=3), window(4, 8, head_size=2, indexes_kv_by_block_stride=True))
     assert not is_kv_cache_page_size_uniform(specs)
     unified = unify_kv_cache_spec_page_size(specs)
     assert is_kv_cache_page_size_uniform(unified)

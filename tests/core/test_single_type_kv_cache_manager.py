@@ -191,9 +191,10 @@ def test_admission_cap_applies_only_when_asked_for():
     ask = manager.get_num_blocks_to_allocate
     assert ask("a", 100, [], 0, 100, apply_admission_cap=True) == cap
     assert ask("a", 100, [], 0, 100) == 50
-    assert make_one(full(2)).get_num_blocks_to_allocate(
-        "a", 100, [], 0, 100, apply_admission_cap=True
-    ) == 50
+    assert (
+        make_one(full(2)).get_num_blocks_to_allocate("a", 100, [], 0, 100, apply_admission_cap=True)
+        == 50
+    )
 
 
 def test_a_running_request_may_hold_more_than_it_needs():

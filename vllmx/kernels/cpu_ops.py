@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Provider `cpu`: the same ops in fewer or fused torch calls, for float32 on a CPU.
 
-At one token a decode step is bound by the number of torch calls, not by arithmetic. Measured on
-the 2-core development machine at hidden size 576, one row: rms_norm 48 us as written in the
-reference, 15 us here; rotary_embedding 50 us and 22 us; reshape_and_cache 31 us and 5 us.
+At one token a decode step is bound by the number of torch calls, not by arithmetic: in a running
+model, between two large matrix products, each costs 5 us or more. Measured there on the 2-core
+development machine, hidden size 576, one row, reference and this: see reports/cpu_ops.md.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from vllmx.ir.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllmx.ir.ops.rotary import rotary_embedding
 
 
+FEW_ROWS = 64
+"""Rows up to which fewer ops beat less arithmetic; 120 us against 240 us at 512 rows of 576."""
+
+
 def _float32_on_cpu(context: OpContext) -> bool | str:
     if context.device != "cpu":
         return f"runs on a CPU only, not on {context.device}"
@@ -27,13 +31,24 @@ def _float32_on_cpu(context: OpContext) -> bool | str:
     return True
 
 
+def _whole_neox_heads(context: OpContext) -> bool | str:
+    facts = context.facts
+    if not facts.get("is_neox_style", True):
+        return "rotates halves (NeoX style) only, not pairs"
+    if facts.get("rotary_dim") != facts.get("head_size"):
+        return f"rotates whole heads only, not {facts['rotary_dim']} of {facts['head_size']}"
+    return _float32_on_cpu(context)
+
+
 @rms_norm.register_impl("cpu", supports=_float32_on_cpu)
 def _rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
     if variance_size is not None:
         return rms_norm.fn(x, weight, epsilon, variance_size)
-    return F.rms_norm(x, x.shape[-1:], weight, epsilon)
+    if x.shape[0] > FEW_ROWS:
+        return F.rms_norm(x, x.shape[-1:], weight, epsilon)
+    return _norm_of_mirrored(x, weight, epsilon)
 
 
 @fused_add_rms_norm.register_impl("cpu", supports=_float32_on_cpu)
@@ -44,10 +59,19 @@ def _fused_add_rms_norm(
     epsilon: float,
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    if variance_size is not None:
-        return fused_add_rms_norm.fn(x, x_residual, weight, epsilon, variance_size)
     total = x_residual.add_(x)
-    return F.rms_norm(total, total.shape[-1:], weight, epsilon), total
+    return _rms_norm(total, weight, epsilon, variance_size), total
+
+
+def _norm_of_mirrored(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """rms_norm as the layer norm of (x, -x): that has mean zero and the same variance.
+
+    torch's CPU rms_norm is a chain of ten ops, its layer_norm is one kernel.
+    """
+    hidden = x.shape[-1]
+    normed = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * hidden,), eps=epsilon)
+    normed = normed[..., :hidden]
+    return normed if weight is None else normed * weight
 
 
 @silu_and_mul.register_impl("cpu", supports=_float32_on_cpu)
@@ -62,18 +86,22 @@ def _gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     return F.gelu(gate, approximate=approximate).mul_(up)
 
 
-@rotary_embedding.register_impl("cpu", supports=_float32_on_cpu)
+def _double_table(cos_sin_cache: Tensor) -> Tensor:
+    """(cos, sin) rows as (cos, cos, -sin, sin): what whole heads are multiplied with."""
+    cos, sin = cos_sin_cache.chunk(2, dim=-1)
+    return torch.cat((cos, cos, -sin, sin), dim=-1)
+
+
+@rotary_embedding.register_impl("cpu", supports=_whole_neox_heads, prepare=_double_table)
 def _rotary_embedding(
     positions: Tensor,
     query: Tensor,
     key: Tensor | None,
     head_size: int,
-    cos_sin_cache: Tensor,
+    prepared: Tensor,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    if not is_neox_style or cos_sin_cache.shape[-1] != head_size:
-        return rotary_embedding.fn(positions, query, key, head_size, cos_sin_cache, is_neox_style)
-    cos, sin = cos_sin_cache.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = prepared.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     rotated = _rotate_halves(query, cos, sin, head_size)
     return rotated, None if key is None else _rotate_halves(key, cos, sin, head_size)
 
@@ -83,8 +111,7 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tenso
     heads = x.view(x.shape[0], -1, head_size)
     first, second = heads.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
-    swapped.mul_(torch.cat((-sin, sin), dim=-1)).addcmul_(heads, torch.cat((cos, cos), dim=-1))
-    return swapped.view(x.shape)
+    return swapped.mul_(sin).addcmul_(heads, cos).view(x.shape)
 
 
 @reshape_and_cache.register_impl(

@@ -17,7 +17,8 @@ from vllmx.ir.select import OpTable
 class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by a table of cosines and sines.
 
-    cos_sin_cache: float32 [max_position, rotary_dim], cosines then sines.
+    cos_sin_cache: float32 [max_position, rotary_dim], cosines then sines, or what the chosen
+    provider prepared from it.
     """
 
     def __init__(
@@ -34,13 +35,16 @@ class RotaryEmbedding(nn.Module):
         self.is_neox_style = is_neox_style
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inv_freq)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
-        self.cos_sin_cache = table.to(ops.device)
-        self._rotary_embedding = ops.bind(
+        impl = ops.choose(
             "rotary_embedding",
             head_size=head_size,
             rotary_dim=2 * len(inv_freq),
             is_neox_style=is_neox_style,
         )
+        self.cos_sin_cache = table.to(ops.device)
+        if impl.prepare is not None:
+            self.cos_sin_cache = impl.prepare(self.cos_sin_cache)
+        self._rotary_embedding = impl.fn
 
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor | None = None

@@ -29,7 +29,8 @@ class DecodeGroup:
     """Requests of one new token each, padded to one number of blocks.
 
     rows: their tokens in the batch, None where they are all of it; blocks: int64
-    [num_requests * num_blocks]; mask: [num_requests, 1, 1, num_blocks * block_size] or None where
+    [num_requests * num_blocks]; first_block: where they lie side by side in the cache, so that
+    they are looked at without a copy, else None; mask: [num_requests, 1, 1, num_blocks * block_size] or None where
     nothing is hidden; length: keys to look at, where one request is alone.
     """
 
@@ -38,6 +39,7 @@ class DecodeGroup:
     blocks: Tensor
     mask: Tensor | None
     length: int
+    first_block: int | None = None
 
 
 @dataclass
@@ -111,7 +113,7 @@ class SDPAMetadata:
                 mask[..., :hidden] = float("-inf")
             rows = None if common.num_actual_tokens == 1 else _rows(common, members)
             blocks = table[i, start : start + width].long()
-            return DecodeGroup(rows, 1, blocks, mask, length)
+            return DecodeGroup(rows, 1, blocks, mask, length, _side_by_side(blocks))
         columns = np.minimum(first[:, None] + np.arange(width), table.shape[1] - 1)
         device = table.device
         rows_t = torch.from_numpy(members).to(device)
@@ -149,6 +151,15 @@ class SDPAMetadata:
             mask = torch.zeros(hidden.shape, device=table.device)
             mask.masked_fill_(hidden, float("-inf"))
         return PrefillRequest(first, last, table[i, start:end].long(), mask, length)
+
+
+def _side_by_side(blocks: Tensor) -> int | None:
+    """The first block if each is the successor of the one before it, else None (or on a GPU)."""
+    if blocks.device.type != "cpu":
+        return None
+    numbers = blocks.numpy()
+    together = (np.diff(numbers) == 1).all()
+    return int(numbers[0]) if together else None
 
 
 def _rows(common: CommonAttentionMetadata, members: np.ndarray) -> Tensor:
@@ -237,8 +248,13 @@ def _decode(
 ) -> Tensor:
     num_kv_heads, head_size = key_cache.shape[2:]
     shape = (group.num_reqs, -1, num_kv_heads, head_size)
-    keys = key_cache.index_select(0, group.blocks).view(shape)
-    values = value_cache.index_select(0, group.blocks).view(shape)
+    if group.first_block is not None:
+        end = group.first_block + len(group.blocks)
+        keys = key_cache[group.first_block : end].view(shape)
+        values = value_cache[group.first_block : end].view(shape)
+    else:
+        keys = key_cache.index_select(0, group.blocks).view(shape)
+        values = value_cache.index_select(0, group.blocks).view(shape)
     if group.num_reqs == 1:
         keys, values = keys[:, : group.length], values[:, : group.length]
     heads = query.view(group.num_reqs, num_kv_heads, -1, head_size)

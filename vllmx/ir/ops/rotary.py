@@ -10,7 +10,7 @@ from torch import Tensor
 from vllmx.ir.op import register_op
 
 
-@register_op
+@register_op(static_args=("cos_sin_cache",))
 def rotary_embedding(
     positions: Tensor,
     query: Tensor,
@@ -44,6 +44,17 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox_style: 
         turned = torch.stack(pairs, dim=-1).flatten(-2)
     out = torch.cat((turned.to(x.dtype), heads[..., rotary_dim:]), dim=-1)
     return out.view(x.shape)
+
+
+@rotary_embedding.register_facts
+def _rotary_facts(
+    head_size: int, cos_sin_cache: Tensor, is_neox_style: bool, **others: Any
+) -> dict[str, Any]:
+    return {
+        "head_size": head_size,
+        "rotary_dim": cos_sin_cache.shape[-1],
+        "is_neox_style": is_neox_style,
+    }
 
 
 @rotary_embedding.register_inputs
