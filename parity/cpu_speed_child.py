@@ -19,7 +19,9 @@ def vllmx_runner(model: str, threads: int) -> Runner:
     from vllmx.config import finalize
     from vllmx.engine.arg_utils import engine_args_to_config
 
-    run = engine_args_to_config(model=model, enable_prefix_caching=False, max_model_len=2048)
+    run = engine_args_to_config(
+        model=model, enable_prefix_caching=False, max_model_len=2048, skip_tokenizer_init=True
+    )
     run.device.num_threads = threads
     run.load.use_tqdm_on_load = False
     llm = LLM(config=finalize(run))

@@ -86,8 +86,11 @@ def save_tiny(name: str, folder: Path, seed: int = 0) -> torch.nn.Module:
 
 def build_engine(model: str | Path, **kwargs: object) -> LLM:
     """An engine for a folder without tokenizer or a named model; one thread."""
+    priority = kwargs.pop("default_priority", [])
+    backend = kwargs.pop("attention_backend", None)
+    kwargs.setdefault("skip_tokenizer_init", Path(model).is_dir())
     run: RunConfig = engine_args_to_config(model=str(model), **kwargs)
-    run.model.skip_tokenizer_init = kwargs.get("skip_tokenizer_init", Path(model).is_dir())
+    run.kernel.default_priority, run.attention.backend = priority, backend
     run.device.num_threads = 1
     run.load.use_tqdm_on_load = False
     return LLM(config=finalize(run))

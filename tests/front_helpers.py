@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from vllmx.config import RunConfig, VllmConfig, finalize
 from vllmx.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllmx.engine import async_llm as async_llm_module
-from vllmx.engine import llm_engine as llm_engine_module
+from vllmx.engine import front as front_module
 from vllmx.engine.output_processor import OutputProcessor
 from vllmx.engine.token_pieces import _BYTE_OF_CHAR
 from vllmx.entrypoints.llm import LLM
@@ -172,13 +172,13 @@ def vllm_config(
 
 def make_llm(monkeypatch, tokenizer: Tokenizer | None, config: VllmConfig, **kwargs) -> LLM:
     """An LLM with a NullWorker and a tokenizer made by the test."""
-    monkeypatch.setattr(llm_engine_module, "get_tokenizer", lambda config: tokenizer)
+    monkeypatch.setattr(front_module, "get_tokenizer", lambda config: tokenizer)
     return LLM(config=config, **kwargs)
 
 
 def make_async_llm(monkeypatch, tokenizer: Tokenizer | None, config: VllmConfig, **kwargs):
     """An AsyncLLM with a NullWorker and a tokenizer made by the test."""
-    monkeypatch.setattr(llm_engine_module, "get_tokenizer", lambda config: tokenizer)
+    monkeypatch.setattr(front_module, "get_tokenizer", lambda config: tokenizer)
     return async_llm_module.AsyncLLM.from_vllm_config(config, **kwargs)
 
 

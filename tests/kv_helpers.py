@@ -87,7 +87,7 @@ def make_manager(
 
 
 def admit(manager: KVCacheManager, request: Request, num_tokens: int | None = None) -> int:
-    """Look up, allocate and count as computed `num_tokens` (all) tokens; returns the hit's length."""
+    """Look up, allocate and count `num_tokens` (all) as computed; returns the hit's length."""
     hits, num_hits = manager.get_computed_blocks(request)
     num_new = (num_tokens or request.num_tokens) - num_hits
     assert manager.allocate_slots(request, num_new, num_hits, hits) is not None

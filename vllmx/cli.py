@@ -8,12 +8,14 @@ Nothing here imports torch, and Hydra is imported only when there is something t
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -71,7 +73,6 @@ class Arguments:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (None: sys.argv) and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    traceback = "debug.traceback=true" in argv or "debug=full" in argv
     try:
         code = run_command(argv)
         sys.stdout.flush()
@@ -82,8 +83,6 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        if traceback:
-            raise
         user = isinstance(error, (UserError, VLLMValidationError, OSError))
         message = " ".join(str(error).split()) or type(error).__name__
         if not user:
@@ -110,11 +109,49 @@ def run_command(argv: list[str]) -> int:
 
         print(command_help(args.command, COMMANDS[args.command], args.help))
         return 0
-    runs = list(compose_runs(args))
+    with _traceback_if(_asks_for_traceback(args)), _without_gc():
+        runs = list(compose_runs(args))
     if args.show_config:
         show(runs)
         return 0
     return execute(args.command, runs)
+
+
+@contextmanager
+def _traceback_if(wanted: bool) -> Iterator[None]:
+    """Print the traceback of an error that passes, above the line that `main` makes of it."""
+    try:
+        yield
+    except Exception as error:
+        if wanted and not isinstance(error, BrokenPipeError):
+            import traceback
+
+            traceback.print_exc()
+        raise
+
+
+def _asks_for_traceback(args: Arguments) -> bool:
+    """What debug.traceback is to be, as long as there is no config yet to ask."""
+    asked = False
+    for override in args.overrides:
+        key, _, value = override.partition("=")
+        if key == "debug":
+            asked = value == "full"
+        elif key == "debug.traceback":
+            asked = value.strip("'\"").lower() in ("true", "yes", "on", "1")
+    return asked
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """Composing makes many objects and hardly any garbage: a seventh of the time to an answer."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def parse(argv: list[str]) -> Arguments:
@@ -129,6 +166,10 @@ def parse(argv: list[str]) -> Arguments:
     position = 0
     while position < len(rest):
         position = _take(args, rest, position)
+    for override in args.overrides:
+        key, _, path = override.partition("=")
+        if key == "model.model" and args.model is not None:
+            _set_model(args, path)
     return args
 
 
@@ -325,7 +366,8 @@ def compose_runs(args: Arguments) -> Iterator[tuple[str, RunConfig]]:
     if args.config_file is not None:
         from_file, file_model = read_config_file(args.config_file, args.command)
         base.update(from_file)
-        model = model or file_model
+        if not any(o.startswith("model.model=") for o in args.overrides):
+            model = model or file_model
     overrides = [compose.check_override(text) for text in args.overrides]
     models, runs = [model], [overrides]
     if args.multirun:
@@ -410,6 +452,7 @@ def execute(command: str, runs: list[tuple[str, RunConfig]]) -> int:
         if len(runs) > 1:
             sys.stdout.flush()
             print(f"vllmx: run {number}/{len(runs)}: {label}", file=sys.stderr, flush=True)
-        worst = max(worst, task.run(run, started))
+        with _traceback_if(run.debug.traceback):
+            worst = max(worst, task.run(run, started))
         started = time.monotonic()
     return worst

@@ -53,6 +53,7 @@ HUMAN_READABLE = {
     "model.max_model_len",
     "scheduler.max_num_batched_tokens",
     "cache.kv_cache_memory_bytes",
+    "server.max_request_bytes",
 }
 # Text that stays text even if it reads "None".
 VERBATIM = {"prompt", "prompt_file", "messages"}

@@ -215,9 +215,6 @@ class SchedulerConfig:
     prefill_schedule_interval: int = number(1, ge=1)
     """Steps between two admissions of prompts under data parallelism."""
 
-    runner_type = "generate"
-    is_multimodal_model = False
-
 
 @dataclass
 class LoadConfig:
@@ -363,6 +360,8 @@ class ServerConfig:
     """Log level of the HTTP server."""
     disable_access_log: bool = False
     """Do not log each request (flag --disable-uvicorn-access-log)."""
+    max_request_bytes: int = number(64 * 1024**2, ge=1)
+    """Longest body of a request; a longer one is answered with 413."""
     shutdown_timeout: float = number(30.0, ge=0)
     """Seconds that running requests get to finish after SIGTERM."""
     enable_force_include_usage: bool = False

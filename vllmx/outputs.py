@@ -95,6 +95,7 @@ class RequestOutput:
         self.encoder_prompt_token_ids = encoder_prompt_token_ids
         self.num_cached_tokens = num_cached_tokens
         self.kv_transfer_params = kv_transfer_params
+        self._places: dict[int, int] = {}
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one.
@@ -106,10 +107,13 @@ class RequestOutput:
         self.kv_transfer_params = next_output.kv_transfer_params
         if next_output.prompt_logprobs:
             self.prompt_logprobs = next_output.prompt_logprobs
-        places = {completion.index: i for i, completion in enumerate(self.outputs)}
+        places = self._places
+        if len(places) != len(self.outputs):
+            places.update((part.index, i) for i, part in enumerate(self.outputs))
         for completion in next_output.outputs:
             place = places.get(completion.index)
             if place is None:
+                places[completion.index] = len(self.outputs)
                 self.outputs.append(completion)
             elif aggregate:
                 _join(self.outputs[place], completion)

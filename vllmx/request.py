@@ -121,9 +121,11 @@ class Request:
         trace_headers: Mapping[str, str] | None = None,
         block_hasher: Callable[[Request], list[BlockHash]] | None = None,
         hash_block_size: int = 1,
+        block_hashes: list[BlockHash] | None = None,
     ) -> None:
         """`block_hasher` hashes the blocks that became full since it was last asked; it is asked
-        whenever the number of tokens reaches a multiple of `hash_block_size`."""
+        whenever the number of tokens reaches a multiple of `hash_block_size`. `block_hashes`: those
+        of the first blocks, if they are known."""
         if sampling_params is None or prompt_token_ids is None:
             raise ValueError("a request needs sampling_params and prompt_token_ids")
         assert sampling_params.max_tokens is not None
@@ -164,7 +166,7 @@ class Request:
         self.num_output_placeholders = 0
         self.async_tokens_to_discard = 0
 
-        self.block_hashes: list[BlockHash] = []
+        self.block_hashes: list[BlockHash] = list(block_hashes or ())
         self._hash_block_size = hash_block_size
         self._block_hasher = block_hasher
         self.update_block_hashes()
@@ -193,6 +195,7 @@ class Request:
             trace_headers=request.trace_headers,
             block_hasher=block_hasher,
             hash_block_size=hash_block_size,
+            block_hashes=request.block_hashes,
         )
 
     def append_output_token_ids(self, token_ids: int | list[int]) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import numbers
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
@@ -280,6 +281,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         )
 
     def __post_init__(self) -> None:
+        self._verify_types()
         if self.seed == -1:
             self.seed = None
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
@@ -309,6 +311,23 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         if self.skip_reading_prefix_cache is None:
             # Cached prompt tokens are not computed, so they would have no log-probabilities.
             self.skip_reading_prefix_cache = self.prompt_logprobs is not None
+
+    def _verify_types(self) -> None:
+        """What the other checks rely on. Numbers and lists of other libraries pass."""
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if not isinstance(value, numbers.Real):
+                self._require(False, name, f"must be a number, not {_type_name(value)}")
+        for name in _LISTS:
+            value = getattr(self, name)
+            fits = value is None or _is_list(value) or (name == "stop" and isinstance(value, str))
+            self._require(fits, name, f"must be a list, not {_type_name(value)}")
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if value is not None or name == "output_kind":
+                fits = isinstance(value, kind)
+                problem = f"must be of type {kind.__name__}, not {_type_name(value)}"
+                self._require(fits, name, problem)
 
     def _verify_args(self) -> None:
         self._verify_numbers()
@@ -442,11 +461,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         if eos_ids and not self.ignore_eos:
             self.stop_token_ids = sorted(eos_ids.union(self.stop_token_ids or ()))
 
-    def update_from_tokenizer(self, tokenizer: Tokenizer) -> None:
+    def update_from_tokenizer(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
         """Turn `bad_words` into token sequences: each word bare and after a space.
 
         The two are often of different length, and both must be banned. Where the spaced form
-        merely ends in the bare one, banning that covers it.
+        merely ends in the bare one, banning that covers it. vocab_size: the model's, which may be
+        less than the tokenizer's; VLLMValidationError for a word with a token above either.
         """
         if not self.bad_words:
             return
@@ -460,6 +480,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             if spaced and not (bare and spaced[-len(bare) :] == bare):
                 banned.append(spaced)
         max_token_id = tokenizer.max_token_id
+        if vocab_size is not None:
+            max_token_id = min(max_token_id, vocab_size - 1)
         invalid = [i for token_ids in banned for i in token_ids if not 0 <= i <= max_token_id]
         if invalid:
             raise VLLMValidationError(
@@ -469,6 +491,36 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 parameter="bad_words",
                 value=self.bad_words,
             )
+
+    def verify_some_token_left(self, vocab_size: int) -> None:
+        """Refuse rules that together could leave no token to choose.
+
+        Called last, when end tokens and bad words are known. A bad word counts as soon as it could
+        be completed, so what passes here never empties a row of logits.
+        """
+        allowed = None if self.allowed_token_ids is None else set(self.allowed_token_ids)
+        biases = (self.logit_bias or {}).items()
+        banned_by = {
+            "logit_bias": {token_id for token_id, bias in biases if bias == -math.inf},
+            "bad_words": {
+                word[-1]
+                for word in self._bad_words_token_ids or ()
+                if allowed is None or allowed.issuperset(word)
+            },
+            "min_tokens": self._all_stop_token_ids if self.min_tokens else set(),
+        }
+        banned = set().union(*banned_by.values())
+        if len(banned) < vocab_size if allowed is None else allowed - banned:
+            return
+        names = [name for name, ids in banned_by.items() if ids]
+        if allowed is not None:
+            names.insert(0, "allowed_token_ids")
+        raise VLLMValidationError(
+            f"{', '.join(names)} together leave no token that may be generated; end and stop tokens "
+            "don't count before min_tokens.",
+            parameter=names[0],
+            value=self.allowed_token_ids,
+        )
 
     @cached_property
     def sampling_type(self) -> SamplingType:
@@ -532,8 +584,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             )
 
     def _validate_logprobs(self, max_logprobs: int, vocab_size: int) -> None:
-        if max_logprobs == -1:
-            max_logprobs = vocab_size
+        max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
         for name, what in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
             count = getattr(self, name) or 0
             count = vocab_size if count == -1 else count
@@ -597,24 +648,20 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
     def __repr__(self) -> str:
         return f"SamplingParams({', '.join(f'{k}={getattr(self, k)}' for k in _REPR_FIELDS)})"
 
-    @staticmethod
-    def for_sampler_warmup() -> SamplingParams:
-        """Parameters that touch every part of the sampler."""
-        return SamplingParams(
-            temperature=0.9,
-            top_p=0.9,
-            top_k=50,
-            min_p=0.1,
-            frequency_penalty=0.5,
-            presence_penalty=0.5,
-            repetition_penalty=1.2,
-            min_tokens=2,
-            logit_bias={0: -1.0, 1: 0.5},
-            _bad_words_token_ids=[[0], [1, 2]],
-            logprobs=5,
-            prompt_logprobs=1,
-        )
 
+# What `_verify_types` looks at; integers have checks of their own.
+_NUMBERS = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("temperature", "top_p", "min_p"),
+)
+_LISTS = ("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logprob_token_ids")
+_KINDS: dict[str, type] = {
+    "output_kind": RequestOutputKind,
+    "structured_outputs": StructuredOutputsParams,
+    "logit_bias": Mapping,
+    "extra_args": Mapping,
+    "repetition_detection": RepetitionDetectionParams,
+}
 
 _REPR_FIELDS = (
     "n",
@@ -660,11 +707,21 @@ def _default(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
+def _type_name(value: Any) -> str:
+    return type(value).__name__
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not math.isnan(value)
 
 
-def _parse_logit_bias(logit_bias: dict[Any, Any]) -> dict[int, float]:
+def _parse_logit_bias(logit_bias: Any) -> Any:
+    if not isinstance(logit_bias, Mapping):
+        return logit_bias  # SamplingParams refuses it
     biases: dict[int, float] = {}
     bad_keys, bad_values = [], []
     for token, bias in logit_bias.items():

@@ -24,10 +24,17 @@ def batch(lens: list, kv_heads: int, group: int, head_size: int, block_size: int
     width = -(-max(seq for _, seq in lens) // block_size)
     blocks = width * len(lens) + 1
     cache = torch.randn(blocks, block_size, 2, kv_heads, head_size, generator=generator)
-    cache[0] = 1e4  # the null block must never be seen
+    cache[0] = 0.0  # the null block is never written
+    unused = torch.ones(blocks * block_size, dtype=torch.bool)
     table = (torch.randperm(blocks - 1, generator=generator) + 1).view(len(lens), width)
     for row, (_, seq) in enumerate(lens):
-        table[row, -(-seq // block_size) :] = 0
+        for position in range(seq):
+            unused[table[row, position // block_size] * block_size + position % block_size] = False
+        # Past a request's own blocks a table has entries of requests that came before.
+        table[row, -(-seq // block_size) :] = table[0, 0]
+    unused[:block_size] = False
+    # What no request has written may be anything, NaN included, and must never be seen.
+    cache.view(-1, 2, kv_heads, head_size)[unused] = float("nan")
     tokens = sum(query for query, _ in lens)
     return {
         "query": torch.randn(tokens, kv_heads * group, head_size, generator=generator),

@@ -102,7 +102,7 @@ def test_none_hash_is_random_without_a_seed_and_cbor_says_so(monkeypatch, caplog
 
 
 def test_unknown_or_missing_hash_function_says_what_to_do(monkeypatch):
-    with pytest.raises(UserError, match="Unsupported hash function: md5.*sha256_cbor"):
+    with pytest.raises(UserError, match=r"Unsupported hash function: md5.*sha256_cbor"):
         get_hash_fn_by_name("md5")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install xxhash"):

@@ -443,6 +443,19 @@ def test_chunked_attention_beside_full_attention():
     assert hit_length(manager, range(20)) == 16
 
 
+def test_chunk_that_ends_inside_a_block_is_left_on_time():
+    manager = make_manager([chunked(4, 6)], enable_caching=False)
+    request = make_kv_request("a", [0])
+    for length in range(1, 20):
+        assert manager.allocate_slots(request, 1) is not None
+        request.num_computed_tokens = length
+        request.append_output_token_ids(0)
+        num_null = manager.get_block_ids("a")[0].count(0)
+        assert num_null == (length - 1) // 6 * 6 // 4
+    with pytest.raises(UserError, match=r"cache\.block_size=4 does not divide"):
+        make_manager([full(4), chunked(4, 6)])
+
+
 def test_retention_interval_thins_out_the_window_only():
     manager = make_manager([full(4), window(4, 4)], num_blocks=60, retention_interval=16)
     admit(manager, make_kv_request("a", range(42)))

@@ -35,7 +35,7 @@ LAYOUTS = {
     "full and window": [full(4), window(4, 3), window(4, 3)],
     "two windows and full": [window(2, 4), window(2, 7), full(2)],
     "blocks of two sizes": [full(4), window(2, 4)],
-    "full and chunked": [full(4), chunked(4, 6)],
+    "full and chunked": [full(2), chunked(2, 6)],
     "full and states": [full(2), mamba(2)],
     "full and aligned states": [full(2), mamba(2, "align", 1)],
 }
@@ -118,7 +118,9 @@ class KVCacheMachine(RuleBasedStateMachine):
         if len(self.waiting) < 3:
             self.num_requests += 1
             tokens = [7] * shared + own
-            self.waiting.append(make_kv_request(str(self.num_requests), tokens, 2, cache_salt=salt))
+            name = str(self.num_requests)
+            request = make_kv_request(name, tokens, self.hash_block_size, cache_salt=salt)
+            self.waiting.append(request)
         self.admit(data)
 
     @precondition(lambda self: self.waiting)

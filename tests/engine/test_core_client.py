@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 from engine_helpers import make_config, make_engine_request
 
-from vllmx.engine import EngineCoreRequestType, FinishReason
-from vllmx.engine.core_client import AsyncThreadClient, EngineCoreClient
+from vllmx.engine import EngineCoreOutputs, EngineCoreRequestType, FinishReason
+from vllmx.engine.core_client import AsyncThreadClient, EngineCoreClient, _Mailbox
 from vllmx.engine.executor import UniProcExecutor
 from vllmx.exceptions import EngineDeadError, UserError
 from vllmx.worker.null_runner import NullWorker
@@ -233,6 +233,28 @@ def test_crash_before_anybody_waits_is_not_lost():
             await client.get_output_async()
 
     run(later())
+
+
+def test_outputs_for_a_loop_that_has_stopped_reach_the_next_one():
+    mailbox = _Mailbox()
+
+    async def bind_and_get():
+        mailbox.bind()
+        return await asyncio.wait_for(mailbox.queue.get(), 5)
+
+    first, second, third = (EngineCoreOutputs(engine_index=i) for i in range(3))
+    loop = asyncio.new_event_loop()
+    mailbox.send(0, first)
+    assert loop.run_until_complete(bind_and_get()) is first
+    mailbox.send(0, second)  # the loop does not run, but isn't closed yet
+    loop.close()
+    mailbox.send(0, third)
+    mailbox.close(None)
+
+    async def rest():
+        return [await bind_and_get() for _ in range(3)]
+
+    assert run(rest()) == [second, third, None]
 
 
 def test_failed_start_is_raised_where_the_client_is_made():

@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the input processor makes of prompts and parameters, and what it refuses."""
 
+import math
+
 import pytest
-from front_helpers import byte_level_tokenizer, llama_style_tokenizer, vllm_config
+from front_helpers import (
+    byte_level_tokenizer,
+    llama_style_tokenizer,
+    piece_tokenizer,
+    vllm_config,
+)
 
 from vllmx.engine.input_processor import InputProcessor, prompt_text
 from vllmx.exceptions import VLLMValidationError
 from vllmx.sampling_params import SamplingParams, StructuredOutputsParams
+
+INF = math.inf
 
 
 def processor(tokenizer="byte_level", **config) -> InputProcessor:
@@ -159,6 +168,84 @@ def test_stop_token_ids_outside_the_vocabulary_are_refused():
         with pytest.raises(VLLMValidationError, match="stop_token_ids") as caught:
             process([1], params)
         assert caught.value.parameter == "stop_token_ids"
+
+
+@pytest.mark.parametrize("min_tokens", [0, 3])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_end_tokens_that_the_model_has_no_row_for_are_dropped(min_tokens, ignore_eos):
+    tokenizer = byte_level_tokenizer()
+    tokenizer.extra_eos_token_ids = {7, 5000}
+    config = vllm_config(vocab_size=300)  # the tokenizer's own end token is above
+    assert tokenizer.eos_token_id < 300 < len(tokenizer)
+    tokenizer.eos_token_id = 310
+    config.model_config.generation_config_dict = {"eos_token_id": [5, 300, -1, None, "a"]}
+    params = SamplingParams(min_tokens=min_tokens, ignore_eos=ignore_eos)
+    sent = InputProcessor(config, tokenizer).process_inputs("r", [1], params).sampling_params
+    assert sent.eos_token_id is None
+    assert sent.all_stop_token_ids == {5, 7}
+    assert sent.stop_token_ids == ([] if ignore_eos else [5, 7])
+
+
+@pytest.mark.parametrize("vocab_size", [97, 300, 400])
+def test_bad_words_are_checked_against_the_models_vocabulary(vocab_size):
+    tokenizer = byte_level_tokenizer()
+    config = {"vocab_size": vocab_size}
+    words = ["hello", "quick", "日", "a"]
+    for word in words:
+        spelled = [*tokenizer.encode(word), *tokenizer.encode(f" {word}")]
+        params = SamplingParams(bad_words=[word])
+        if max(spelled) < vocab_size:
+            request = process([1], params, tokenizer, config)
+            assert max(map(max, request.sampling_params.bad_words_token_ids)) < vocab_size
+            continue
+        with pytest.raises(VLLMValidationError, match=f"size is {vocab_size}, but") as caught:
+            process([1], params, tokenizer, config)
+        assert caught.value.parameter == "bad_words"
+
+
+A, B, END = 0, 1, 2  # tokens of piece_tokenizer("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("params", "parameter"),
+    [
+        ({"allowed_token_ids": [A], "bad_words": ["a"]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [A, B], "bad_words": ["a", "b"]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [A], "bad_words": ["aa"]}, "allowed_token_ids"),  # after one a
+        ({"allowed_token_ids": [END], "min_tokens": 3}, "allowed_token_ids"),
+        ({"allowed_token_ids": [A, END], "min_tokens": 3, "stop_token_ids": [A]},
+         "allowed_token_ids"),
+        ({"allowed_token_ids": [A, END], "min_tokens": 1, "bad_words": ["a"]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [A], "logit_bias": {A: -INF}}, "allowed_token_ids"),
+        ({"bad_words": ["a", "b"], "min_tokens": 1}, "bad_words"),
+        ({"logit_bias": {A: -INF, B: -INF, END: -INF}}, "logit_bias"),
+        ({"stop_token_ids": [A, B], "min_tokens": 1}, "min_tokens"),
+    ],
+)  # fmt: skip
+def test_rules_that_leave_no_token_are_refused(params, parameter):
+    tokenizer = piece_tokenizer("a", "b")
+    with pytest.raises(VLLMValidationError, match="leave no token that may be generated") as caught:
+        process([A], SamplingParams(**params), tokenizer, {"vocab_size": 3})
+    assert caught.value.parameter == parameter
+    assert all(name in str(caught.value) for name in params if name != "stop_token_ids")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": [A], "bad_words": ["b"]},
+        {"allowed_token_ids": [A], "bad_words": ["ba"]},  # b can't come
+        {"allowed_token_ids": [A, B], "bad_words": ["ab"]},
+        {"allowed_token_ids": [END]},
+        {"allowed_token_ids": [A, END], "min_tokens": 3},
+        {"allowed_token_ids": [A], "logit_bias": {A: -100.0}},
+        {"bad_words": ["a", "b"]},  # the end is left
+        {"logit_bias": {A: -INF, B: -INF}},
+        {"min_tokens": 3, "bad_words": ["a"]},
+    ],
+)
+def test_rules_that_leave_a_token_are_taken(params):
+    process([A], SamplingParams(**params), piece_tokenizer("a", "b"), {"vocab_size": 3})
 
 
 @pytest.mark.parametrize("salt", ["", 5, ["a"], {}])

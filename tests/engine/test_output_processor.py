@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from vllmx.core.output import LogprobsLists
 from vllmx.engine import EngineCoreOutput, FinishReason
-from vllmx.engine.llm_engine import fan_out
+from vllmx.engine.front import fan_out
 from vllmx.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllmx.exceptions import EngineDeadError, EngineGenerateError
 from vllmx.metrics.stats import IterationStats, PrefillStats

@@ -4,6 +4,7 @@
 import math
 import subprocess
 import sys
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -82,6 +83,67 @@ def test_value_out_of_range_is_refused_with_its_name(name, value, message):
     with pytest.raises(VLLMValidationError, match=message) as caught:
         SamplingParams(**{name: value})
     assert caught.value.parameter == name
+
+
+WRONG_TYPES = [
+    None,
+    "1",
+    "",
+    b"1",
+    1.5,
+    [],
+    [1],
+    [None],
+    {},
+    {1: 2},
+    object(),
+    1j,
+    NAN,
+    SamplingType,
+]
+
+
+@pytest.mark.parametrize("make", [SamplingParams, SamplingParams.from_optional])
+@pytest.mark.parametrize("value", WRONG_TYPES, ids=repr)
+def test_value_of_any_type_is_taken_or_refused_with_its_name(make, value):
+    """Whatever the parameter: no AttributeError from inside, and no other parameter's name."""
+    names = signature(make).parameters
+    assert {"temperature", "stop", "logit_bias", "output_kind", "seed"} <= set(names)
+    for name in names:
+        try:
+            make(**{name: value})
+        except VLLMValidationError as error:
+            assert error.parameter == name
+            assert name in str(error)
+        except TypeError as error:
+            assert (name, str(error)[:26]) == ("top_k", "top_k must be an integer, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("temperature", "1", "temperature must be a number, not str, got 1."),
+        ("temperature", None, "temperature must be a number, not NoneType"),
+        ("top_p", "a", "top_p must be a number, not str"),
+        ("logit_bias", [1], "logit_bias must be of type Mapping, not list"),
+        ("stop", 5, "stop must be a list, not int"),
+        ("stop_token_ids", 5, "stop_token_ids must be a list, not int"),
+        ("bad_words", "word", "bad_words must be a list, not str"),
+        ("output_kind", None, "output_kind must be of type RequestOutputKind"),
+        ("repetition_detection", {}, "must be of type RepetitionDetectionParams, not dict"),
+    ],
+)
+def test_value_of_another_type_is_refused_with_its_name(name, value, message):
+    with pytest.raises(VLLMValidationError, match=message) as caught:
+        SamplingParams(**{name: value})
+    assert caught.value.parameter == name
+
+
+def test_numbers_of_numpy_are_taken():
+    import numpy as np
+
+    params = SamplingParams(temperature=np.float32(0.5), top_p=np.float64(0.5), seed=np.int64(3))
+    assert (params.temperature, params.top_p, params.seed) == (0.5, 0.5, 3)
 
 
 def test_top_k_of_another_type_is_a_type_error_as_upstream():
@@ -198,6 +260,15 @@ def test_logprobs_are_bounded_by_the_config(name, what):
         verify(SamplingParams(**{name: -1}))
     verify(SamplingParams(**{name: -1}), max_logprobs=-1)
     verify(SamplingParams(**{name: 20}))
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_logprobs_are_bounded_by_the_vocabulary(name):
+    with pytest.raises(VLLMValidationError, match="logprobs of 51, .* max allowed: 50") as caught:
+        verify(SamplingParams(**{name: 51}), vocab_size=50, max_logprobs=100)
+    assert caught.value.parameter == name
+    verify(SamplingParams(**{name: 50}), vocab_size=50, max_logprobs=100)
+    verify(SamplingParams(**{name: -1}), vocab_size=50, max_logprobs=100)
 
 
 def test_logprob_token_ids_are_bounded_and_agree_with_logprobs():
@@ -338,10 +409,6 @@ def test_repr_names_what_users_set():
     assert text.startswith("SamplingParams(n=1, presence_penalty=0.0, ")
     assert "temperature=0.5" in text
     assert "stop=['x']" in text
-
-
-def test_warmup_parameters_are_valid():
-    assert SamplingParams.for_sampler_warmup().bad_words_token_ids == [[0], [1, 2]]
 
 
 def test_output_kinds():

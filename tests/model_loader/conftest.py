@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from vllmx.compose import compose_run
 from vllmx.config import RunConfig, VllmConfig, finalize
-from vllmx.model_loader.fetch import fetch, named_source
+from vllmx.model_loader.fetch import fetch
 
 torch.set_num_threads(1)
 
@@ -100,4 +101,10 @@ def config_for() -> Callable[..., VllmConfig]:
 @pytest.fixture(scope="session")
 def real_model() -> Callable[[str], Path]:
     """Path of a real model by its name in conf/model, fetched into the cache where absent."""
-    return lambda name: fetch(named_source(name), progress=False, name=name)
+
+    def path_of(name: str) -> Path:
+        source = compose_run([f"model={name}"]).model.source
+        assert source is not None
+        return fetch(source, progress=False, name=name)
+
+    return path_of

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from vllmx.compose import compose_run
 from vllmx.config import ModelSource
-from vllmx.exceptions import ModelNotFoundError, UserError
+from vllmx.exceptions import UserError
 from vllmx.model_loader import fetch as fetch_module
-from vllmx.model_loader.fetch import cached_path, fetch, model_files, named_source
+from vllmx.model_loader.fetch import cached_path, fetch, model_files
 
 PARTS = [b"first part, " * 1000, b"second"]
 
@@ -194,20 +195,16 @@ def test_bad_source_is_refused(source, tmp_path, field, value, problem) -> None:
 def test_every_named_model_has_a_whole_source() -> None:
     assert set(model_files()) == {"gemma3-270m", "smollm2-135m"}
     for name in model_files():
-        source = named_source(name)
+        source = compose_run([f"model={name}"]).model.source
         assert len(source.packages) == len(source.wheel_sha256)
         assert len(source.sha256) == 64
         assert source.size > 0
         assert source.license
 
 
-def test_unknown_name_suggests_the_nearest() -> None:
-    with pytest.raises(ModelNotFoundError, match="did you mean smollm2-135m"):
-        named_source("smollm2")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
 def test_real_file_has_the_pinned_hash(real_model, name) -> None:
+    pinned = compose_run([f"model={name}"]).model.source.sha256
     with open(real_model(name), "rb") as file:
-        assert hashlib.file_digest(file, "sha256").hexdigest() == named_source(name).sha256
+        assert hashlib.file_digest(file, "sha256").hexdigest() == pinned

@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
+from vllmx.compose import compose_run
 from vllmx.exceptions import CheckpointError, ModelNotFoundError, UserError
-from vllmx.model_loader.fetch import named_source
 from vllmx.model_loader.resolve import resolve_model
 
 CONFIG = {
@@ -143,7 +143,7 @@ def test_load_format_must_fit_the_checkpoint(config_for, folder) -> None:
 def test_offline_model_says_what_to_run(config_for, tmp_path) -> None:
     config = config_for(offline=True, download_dir=str(tmp_path))
     config.model_config.name = "smollm2-135m"
-    config.model_config.source = named_source("smollm2-135m")
+    config.model_config.source = compose_run(["model=smollm2-135m"]).model.source
     with pytest.raises(ModelNotFoundError, match="run `vllmx fetch smollm2-135m`"):
         resolve_model(config)
 

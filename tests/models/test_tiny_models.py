@@ -120,6 +120,26 @@ def test_preempted_requests_end_with_the_same_tokens(tiny, tiny_engine) -> None:
     assert preempted
 
 
+@pytest.mark.parametrize("cache_dtype", ["float16", "bfloat16"])
+def test_a_half_precision_cache_changes_logprobs_a_little(tiny, tiny_engine, cache_dtype) -> None:
+    tiny_engine.reset_prefix_cache()
+    one = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=5)
+    want = run(tiny_engine, prompts(6), one)
+    halved = build_engine(tiny[0], kv_cache_dtype=cache_dtype)
+    got = run(halved, prompts(6), one)
+    assert_same(got, want, tolerance=0.1)
+    assert any((table(g) != table(w)).any() for g, w in zip(got, want))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"attention_backend": "torch"}, {"default_priority": ["torch"]}], ids=str
+)
+def test_reference_ops_agree_with_the_chosen_ones(tiny, tiny_engine, settings: dict) -> None:
+    tiny_engine.reset_prefix_cache()
+    want = run(tiny_engine, prompts(7))
+    assert_same(run(build_engine(tiny[0], **settings), prompts(7)), want, tolerance=5e-3)
+
+
 def test_prompt_logprobs_do_not_depend_on_chunks_or_cache(tiny, tiny_engine) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=3)
     asked = prompts(5)[2:]

@@ -279,3 +279,20 @@ def test_a_row_used_again_forgets_the_request_before() -> None:
     logits[0, 4] = 1.0
     out = batch(logits)
     assert out.sampled_token_ids.tolist() == [4] and out.logprobs is None
+
+
+@pytest.mark.parametrize("params", [greedy(), SamplingParams(), SamplingParams(seed=1)], ids=str)
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
+def test_a_row_without_a_possible_token_harms_nobody(params, value: float) -> None:
+    logits = random_logits(2)
+    logits[0] = value
+    out = Batch(params, greedy(logprobs=2))(logits)
+    assert 0 <= int(out.sampled_token_ids[0]) < VOCAB
+    assert out.sampled_token_ids[1] == logits[1].argmax()
+
+
+def test_tied_tokens_share_the_larger_rank() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [3, 5]] = 1.0
+    out = Batch(greedy(logprobs=0))(logits).logprobs
+    assert out.sampled_token_ranks.tolist() == [2]

@@ -474,35 +474,14 @@ def get_manager_for_kv_cache_spec(
 
 
 def get_kv_cache_coordinator(
-    kv_cache_config: KVCacheConfig,
-    max_model_len: int,
-    max_num_batched_tokens: int,
-    use_eagle: bool,
-    enable_caching: bool,
-    enable_kv_cache_events: bool,
-    dcp_world_size: int,
-    pcp_world_size: int,
-    scheduler_block_size: int,
-    hash_block_size: int,
-    metrics_collector: KVCacheMetricsCollector | None = None,
-    retention_interval: int | None = None,
+    kv_cache_config: KVCacheConfig, *, enable_caching: bool, **settings: Any
 ) -> KVCacheCoordinator:
-    """The coordinator that fits the number of groups and whether prefixes are cached."""
-    settings: dict[str, Any] = {
-        "kv_cache_config": kv_cache_config,
-        "max_model_len": max_model_len,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "use_eagle": use_eagle,
-        "enable_kv_cache_events": enable_kv_cache_events,
-        "dcp_world_size": dcp_world_size,
-        "pcp_world_size": pcp_world_size,
-        "scheduler_block_size": scheduler_block_size,
-        "hash_block_size": hash_block_size,
-        "metrics_collector": metrics_collector,
-        "retention_interval": retention_interval,
-    }
+    """The coordinator that fits the number of groups and whether prefixes are cached.
+
+    All arguments go to its constructor, see `KVCacheCoordinator`.
+    """
     if not enable_caching:
-        return KVCacheCoordinatorNoPrefixCache(**settings)
-    if len(kv_cache_config.kv_cache_groups) == 1:
-        return UnitaryKVCacheCoordinator(enable_caching=True, **settings)
-    return HybridKVCacheCoordinator(enable_caching=True, **settings)
+        return KVCacheCoordinatorNoPrefixCache(kv_cache_config=kv_cache_config, **settings)
+    one_group = len(kv_cache_config.kv_cache_groups) == 1
+    coordinator = UnitaryKVCacheCoordinator if one_group else HybridKVCacheCoordinator
+    return coordinator(kv_cache_config, enable_caching=True, **settings)

@@ -285,6 +285,17 @@ class KVCacheManager:
         """Drop blocks from the prefix cache."""
         self.block_pool.evict_blocks(block_ids)
 
+    def evict_uncomputed_blocks(self, request: Request) -> None:
+        """Drop the request's blocks after its computed tokens from the prefix cache.
+
+        For a step that was scheduled and is taken back: `allocate_slots` has let its blocks be
+        found, but nothing will be written to them.
+        """
+        for manager in self.coordinator.single_type_managers:
+            table = manager.req_to_blocks.get(request.request_id, [])
+            first = request.num_computed_tokens // manager.block_size
+            self.evict_blocks({block.block_id for block in table[first:] if not block.is_null})
+
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; does nothing and returns False while a block is in use."""
         if not self.block_pool.reset_prefix_cache():

@@ -75,9 +75,12 @@ class Scheduler(SchedulerInterface):
         mm_registry: Any | None = None,
         include_finished_set: bool = False,
         log_stats: bool = False,
+        count_common_prefix: bool = False,
     ) -> None:
         """`block_size`: tokens a prefix-cache hit is rounded down to; `hash_block_size`: tokens a
-        block hash covers. `include_finished_set` reports ended requests to every client."""
+        block hash covers. `include_finished_set` reports ended requests to every client.
+        `count_common_prefix`: for a runner that reads `SchedulerOutput.num_common_prefix_blocks`;
+        it costs a look at every block of a request in every step, so it is 0 otherwise."""
         self.vllm_config = vllm_config
         self.scheduler_config = vllm_config.scheduler_config
         self.cache_config = vllm_config.cache_config
@@ -85,6 +88,7 @@ class Scheduler(SchedulerInterface):
         self.structured_output_manager: Any = structured_output_manager
         self.block_size = block_size
         self.log_stats = log_stats
+        self.count_common_prefix = count_common_prefix
 
         self.max_num_running_reqs = self.scheduler_config.max_num_seqs
         max_num_batched_tokens = self.scheduler_config.max_num_batched_tokens
@@ -236,6 +240,8 @@ class Scheduler(SchedulerInterface):
         if position < step.index:
             step.index -= 1
         if victim.request_id in step.num_scheduled_tokens:
+            # The blocks that this step was to fill can be found already, and stay empty now.
+            self.kv_cache_manager.evict_uncomputed_blocks(victim)
             step.running_reqs.remove(victim)
             step.token_budget += step.num_scheduled_tokens.pop(victim.request_id)
             step.new_blocks.pop(victim.request_id, None)
@@ -347,7 +353,7 @@ class Scheduler(SchedulerInterface):
         assert len(step.num_scheduled_tokens) <= len(self.running)
 
         kv_cache_manager = self.kv_cache_manager
-        if self.running:
+        if self.running and self.count_common_prefix:
             num_common_prefix_blocks = kv_cache_manager.get_num_common_prefix_blocks(
                 self.running[0].request_id
             )

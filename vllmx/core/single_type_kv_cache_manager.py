@@ -17,6 +17,7 @@ from vllmx.core.kv_cache_interface import (
     SlidingWindowSpec,
     cdiv,
 )
+from vllmx.exceptions import UserError
 
 if TYPE_CHECKING:
     from vllmx.core.block_hash import BlockHashList
@@ -440,6 +441,13 @@ class ChunkedLocalAttentionManager(SingleTypeKVCacheManager):
     def __init__(self, kv_cache_spec: ChunkedLocalAttentionSpec, *args: Any, **kwargs: Any) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.attention_chunk_size = kv_cache_spec.attention_chunk_size
+        # A hit may end where a chunk begins, and there alone can what is before be left out.
+        if self.enable_caching and self.attention_chunk_size % self.block_size != 0:
+            raise UserError(
+                f"cache.block_size={self.block_size} does not divide the model's attention chunk "
+                f"of {self.attention_chunk_size} tokens: choose one that does, or set "
+                "cache.enable_prefix_caching=false."
+            )
 
     @classmethod
     def find_longest_cache_hit(

@@ -71,6 +71,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     abort_immediately: bool = False
+    # Of the prompt's full blocks, once the engine core has hashed them.
+    block_hashes: list[Any] | None = None
 
     @property
     def params(self) -> SamplingParams | Any:
@@ -144,8 +146,6 @@ class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     timestamp: float = 0.0
     utility_output: UtilityOutput | None = None
     finished_requests: set[str] | None = None
-    wave_complete: int | None = None
-    start_wave: int | None = None
 
     def __post_init__(self) -> None:
         if self.timestamp == 0.0:
@@ -157,7 +157,6 @@ class EngineCoreRequestType(enum.Enum):
 
     ADD = b"\x00"
     ABORT = b"\x01"
-    START_DP_WAVE = b"\x02"
     UTILITY = b"\x03"
     EXECUTOR_FAILED = b"\x04"
     # Carries nothing: it only ends a blocking read of the input queue.

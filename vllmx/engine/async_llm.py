@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from vllmx.engine import EngineCoreRequest
 from vllmx.engine.core_client import AsyncThreadClient, EngineCoreClient
 from vllmx.engine.executor import Executor
-from vllmx.engine.input_processor import InputProcessor, PromptType
+from vllmx.engine.front import EngineFront, fan_out, make_logger_manager
+from vllmx.engine.input_processor import PromptType
 from vllmx.engine.input_processor import prompt_text as text_of
-from vllmx.engine.llm_engine import fan_out, load_tokenizer, make_logger_manager
-from vllmx.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllmx.engine.output_processor import RequestOutputCollector
 from vllmx.exceptions import EngineDeadError, EngineGenerateError
 from vllmx.metrics.stats import IterationStats
 from vllmx.model_loader.tokenizer import Tokenizer
@@ -36,7 +36,7 @@ _OUTPUT_CHUNK = 128
 """Outputs that are processed without letting other tasks run."""
 
 
-class AsyncLLM:
+class AsyncLLM(EngineFront):
     """Runs an engine for an event loop. All its coroutines belong to one loop."""
 
     def __init__(
@@ -51,17 +51,8 @@ class AsyncLLM:
 
         Raises UserError for what the config or the model lacks.
         """
-        self.vllm_config = vllm_config
-        self.model_config = vllm_config.model_config
-        self.log_stats = log_stats
+        super().__init__(vllm_config, log_stats)
         self.log_requests = log_requests
-        tokenizer = load_tokenizer(vllm_config)
-        self.input_processor = InputProcessor(vllm_config, tokenizer)
-        self.output_processor = OutputProcessor(
-            tokenizer,
-            log_stats=log_stats,
-            stream_interval=vllm_config.scheduler_config.stream_interval,
-        )
         client = EngineCoreClient.make_client(
             multiprocess_mode=False,
             asyncio_mode=True,
@@ -268,14 +259,9 @@ class AsyncLLM:
             handler.cancel()
             self.output_processor.propagate_error(self.dead_error)
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None with skip_tokenizer_init."""
-        return self.input_processor.tokenizer
-
     def get_tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None with skip_tokenizer_init."""
-        return self.input_processor.tokenizer
+        return self.tokenizer
 
     async def check_health(self) -> None:
         """Raise EngineDeadError if requests cannot be served."""

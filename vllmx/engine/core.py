@@ -14,7 +14,7 @@ from vllmx.core.block_hash import (
     get_request_block_hasher,
     init_none_hash,
 )
-from vllmx.core.interface import PauseState
+from vllmx.core.interface import PauseState, SchedulerInterface
 from vllmx.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllmx.core.output import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
 from vllmx.engine import EngineCoreOutputs, EngineCoreRequest, PauseMode
@@ -44,34 +44,36 @@ class EngineCore:
         resolve_scheduler_limits(vllm_config)
         self.model_executor = executor_class(vllm_config)
         try:
-            kv_cache_config = initialize_kv_caches(vllm_config, self.model_executor)
-            block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-            self.scheduler = get_scheduler_cls(vllm_config.scheduler_config)(
-                vllm_config=vllm_config,
-                kv_cache_config=kv_cache_config,
-                structured_output_manager=None,
-                block_size=block_size,
-                hash_block_size=hash_block_size,
-                log_stats=log_stats,
+            self.kv_cache_config = initialize_kv_caches(vllm_config, self.model_executor)
+            self.block_size, self.hash_block_size = resolve_kv_cache_block_sizes(
+                self.kv_cache_config, vllm_config
             )
+            self.scheduler = self._make_scheduler()
         except BaseException:
             self.model_executor.shutdown()
             raise
 
-        self.hash_block_size = hash_block_size
         self.request_block_hasher: Callable[[Request], list[Any]] | None = None
         if vllm_config.cache_config.enable_prefix_caching:
             hash_fn = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
             init_none_hash(hash_fn)
-            self.request_block_hasher = get_request_block_hasher(hash_block_size, hash_fn)
+            self.request_block_hasher = get_request_block_hasher(self.hash_block_size, hash_fn)
 
         # With async scheduling one step is planned while another is on the device.
         self.batch_queue_size = 2 if vllm_config.scheduler_config.async_scheduling else 1
         self.batch_queue: deque[tuple[SchedulerOutput, Any]] | None = None
-        self.step_fn = self.step
         if self.batch_queue_size > 1:
             self.batch_queue = deque()
-            self.step_fn = self.step_with_batch_queue
+
+    def _make_scheduler(self) -> SchedulerInterface:
+        return get_scheduler_cls(self.vllm_config.scheduler_config)(
+            vllm_config=self.vllm_config,
+            kv_cache_config=self.kv_cache_config,
+            structured_output_manager=None,
+            block_size=self.block_size,
+            hash_block_size=self.hash_block_size,
+            log_stats=self.log_stats,
+        )
 
     # ------------------------------------------------------------------ requests
 
@@ -85,9 +87,12 @@ class EngineCore:
             raise ValueError("This engine generates text; pooling_params are not supported.")
         if params.structured_outputs is not None:
             raise ValueError("structured_outputs are not supported yet.")
-        return Request.from_engine_core_request(
+        prepared = Request.from_engine_core_request(
             request, self.request_block_hasher, self.hash_block_size
         )
+        # For the requests that bring further answers to the same prompt.
+        request.block_hashes = prepared.block_hashes.copy()
+        return prepared
 
     def add_request(self, request: Request) -> None:
         """Hand a request to the scheduler."""
@@ -103,6 +108,11 @@ class EngineCore:
         """Take in the aborts that came while the model ran; nobody can send any here."""
 
     # ------------------------------------------------------------------ steps
+
+    @property
+    def step_fn(self) -> Callable[[], tuple[dict[int, EngineCoreOutputs], bool]]:
+        """`step`, or `step_with_batch_queue` with async scheduling."""
+        return self.step if self.batch_queue is None else self.step_with_batch_queue
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """Schedule, execute, update: outputs by client, and whether the model ran."""
@@ -182,6 +192,19 @@ class EngineCore:
     ) -> bool:
         """Empty the prefix cache; False if running requests still hold blocks."""
         return self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+
+    def start_over(self) -> None:
+        """Forget all requests and what the KV cache holds, after a step that was interrupted.
+
+        Blocks may be known by prefixes that were never computed, and the interruption may have
+        hit scheduler and runner halfway through any change, so both begin anew.
+        """
+        pause_state = self.scheduler.pause_state
+        self.scheduler = self._make_scheduler()
+        self.scheduler.set_pause_state(pause_state)
+        if self.batch_queue is not None:
+            self.batch_queue.clear()
+        self.model_executor.collective_rpc("forget_requests")
 
     def pause_scheduler(self, mode: PauseMode = "abort", clear_cache: bool = True) -> Any:
         """Stop scheduling: end the requests in flight (abort) or freeze them (keep).

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
@@ -76,12 +77,16 @@ class InprocClient(EngineCoreClient):
         """Step the engine core and return what came out.
 
         If a step fails, so does every later call: the scheduler and the model no longer agree.
+        An interrupted one (Ctrl-C) ends all requests, without outputs, and empties the caches.
         """
         self._ensure_alive()
         try:
             outputs, _ = self.engine_core.step_fn()
-        except Exception as error:
+        except BaseException as error:
             self._failure = error
+            if not isinstance(error, Exception):
+                self.engine_core.start_over()
+                self._failure = None
             raise
         return outputs.get(0) or EngineCoreOutputs()
 
@@ -123,8 +128,9 @@ class InprocClient(EngineCoreClient):
 class _Mailbox:
     """Outputs on their way from the engine's thread to an event loop.
 
-    The loop is known only once somebody waits in it; until then the outputs are kept. The engine's
-    thread holds this object and never the client, so that a forgotten client can be collected.
+    They are kept until a loop takes them: none may be known yet, or the one that is may have
+    stopped and be followed by another. The engine's thread holds this object and never the client,
+    so that a forgotten client can be collected.
     """
 
     def __init__(self) -> None:
@@ -141,21 +147,27 @@ class _Mailbox:
         loop = asyncio.get_running_loop()
         if loop is self._loop:
             return
-        with self._lock:
-            unread, self.queue = self.queue, asyncio.Queue()
-            while not unread.empty():
-                self.queue.put_nowait(unread.get_nowait())
-            self._loop = loop
-            while self._backlog:
-                self._deliver(self._backlog.popleft())
+        unread, self.queue = self.queue, asyncio.Queue()
+        while not unread.empty():
+            self.queue.put_nowait(unread.get_nowait())
+        self._loop = loop
+        self._take_backlog()
 
     def send(self, client_index: int, outputs: EngineCoreOutputs | None) -> None:
         """Pass outputs on, or None as the last of them. For the engine's thread."""
         with self._lock:
-            if self._loop is None or self._loop.is_closed():
-                self._backlog.append(outputs)
-                return
-            self._loop.call_soon_threadsafe(self._deliver, outputs)
+            self._backlog.append(outputs)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has been closed: the next one takes them
+                self._loop.call_soon_threadsafe(self._take_backlog)
+
+    def _take_backlog(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            return  # called for a loop that another one has followed
+        with self._lock:
+            backlog, self._backlog = self._backlog, deque()
+        for outputs in backlog:
+            self._deliver(outputs)
 
     def _deliver(self, outputs: EngineCoreOutputs | None) -> None:
         if outputs is None:

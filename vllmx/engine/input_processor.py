@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ class InputProcessor:
         self.model_config = vllm_config.model_config
         self.tokenizer = tokenizer
         self.generation_config_fields = self._end_tokens()
+        eos_token_id = None if tokenizer is None else tokenizer.eos_token_id
+        self.eos_token_id = eos_token_id if self._known([eos_token_id]) else None
 
     def _end_tokens(self) -> dict[str, Any]:
         """The generation config, its eos_token_id completed from tokenizer and config.json."""
@@ -48,8 +50,13 @@ class InputProcessor:
         eos_ids = {eos_ids} if isinstance(eos_ids, int) else set(eos_ids or ())
         if self.tokenizer is not None:
             eos_ids |= set(self.tokenizer.extra_eos_token_ids)
-        fields["eos_token_id"] = sorted(eos_ids)
+        fields["eos_token_id"] = sorted(self._known(eos_ids))
         return fields
+
+    def _known(self, token_ids: Iterable[Any]) -> list[int]:
+        """Those of a file's token ids that the model has a row for; the others can't come up."""
+        vocab_size = self.model_config.get_vocab_size()
+        return [i for i in token_ids if isinstance(i, int) and 0 <= i < vocab_size]
 
     @property
     def _max_model_len(self) -> int:
@@ -102,15 +109,18 @@ class InputProcessor:
         sampling_params = params.clone()
         if sampling_params.max_tokens is None:
             sampling_params.max_tokens = self._max_model_len - len(prompt_token_ids)
-        eos_token_id = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        sampling_params.update_from_generation_config(self.generation_config_fields, eos_token_id)
+        sampling_params.update_from_generation_config(
+            self.generation_config_fields, self.eos_token_id
+        )
+        vocab_size = self.model_config.get_vocab_size()
         if self.tokenizer is not None:
-            sampling_params.update_from_tokenizer(self.tokenizer)
+            sampling_params.update_from_tokenizer(self.tokenizer, vocab_size)
         elif sampling_params.bad_words:
             raise VLLMValidationError(
                 "bad_words needs a tokenizer, so it can't be used with `skip_tokenizer_init=True`.",
                 parameter="bad_words",
             )
+        sampling_params.verify_some_token_left(vocab_size)
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,

@@ -5,28 +5,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from copy import copy
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllmx.engine import EngineCoreRequest
 from vllmx.engine.core_client import EngineCoreClient, InprocClient
 from vllmx.engine.executor import Executor
-from vllmx.engine.input_processor import InputProcessor, PromptType, prompt_text
-from vllmx.engine.output_processor import OutputProcessor
-from vllmx.engine.parallel_sampling import ParentRequest
+from vllmx.engine.front import EngineFront, fan_out, make_logger_manager
+from vllmx.engine.input_processor import PromptType
+from vllmx.engine.input_processor import prompt_text as text_of
 from vllmx.metrics.stats import IterationStats
-from vllmx.model_loader.resolve import resolve_model
-from vllmx.model_loader.tokenizer import Tokenizer, get_tokenizer
+from vllmx.model_loader.tokenizer import Tokenizer
 from vllmx.outputs import RequestOutput
 from vllmx.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
-    from vllmx.metrics.loggers import StatLoggerFactory, StatLoggerManager
+    from vllmx.metrics.loggers import StatLoggerFactory
 
 
-class LLMEngine:
+class LLMEngine(EngineFront):
     """Owns the engine core and both ends of its front: input and output processor."""
 
     def __init__(
@@ -37,16 +35,7 @@ class LLMEngine:
         stat_loggers: list[StatLoggerFactory] | None = None,
     ) -> None:
         """Finds the model and loads it. Raises UserError for what the config or the model lacks."""
-        self.vllm_config = vllm_config
-        self.model_config = vllm_config.model_config
-        self.log_stats = log_stats
-        tokenizer = load_tokenizer(vllm_config)
-        self.input_processor = InputProcessor(vllm_config, tokenizer)
-        self.output_processor = OutputProcessor(
-            tokenizer,
-            log_stats=log_stats,
-            stream_interval=vllm_config.scheduler_config.stream_interval,
-        )
+        super().__init__(vllm_config, log_stats)
         client = EngineCoreClient.make_client(
             multiprocess_mode=False,
             asyncio_mode=False,
@@ -73,11 +62,6 @@ class LLMEngine:
             log_stats=not disable_log_stats,
             stat_loggers=stat_loggers,
         )
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None with skip_tokenizer_init."""
-        return self.input_processor.tokenizer
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer; ValueError with skip_tokenizer_init."""
@@ -123,14 +107,14 @@ class LLMEngine:
                 trace_headers,
                 priority,
             )
-            text = _text_of(prompt)
+            text = text_of(prompt)
         self.input_processor.assign_request_id(request)
         unique_id = request.request_id
         try:
             for child, parent, index in fan_out(request):
                 self.output_processor.add_request(child, text, parent, index)
                 self.engine_core.add_request(child)
-        except Exception:
+        except BaseException:
             self.abort_request([unique_id], internal=True)
             raise
         return unique_id
@@ -142,9 +126,17 @@ class LLMEngine:
         """
         self.engine_core.abort_requests(self.output_processor.abort_requests(request_ids, internal))
 
+    def abort_all(self) -> None:
+        """End every request, without outputs."""
+        self.abort_request(list(self.output_processor.external_req_ids))
+
     def step(self) -> list[RequestOutput]:
         """One step of the engine core; returns what it brought for the callers."""
-        outputs = self.engine_core.get_output()
+        try:
+            outputs = self.engine_core.get_output()
+        except BaseException:
+            self.abort_all()  # nothing more will come of them
+            raise
         iteration_stats = IterationStats() if self.log_stats else None
         processed = self.output_processor.process_outputs(
             outputs.outputs, outputs.timestamp, iteration_stats
@@ -186,45 +178,3 @@ class LLMEngine:
     def shutdown(self) -> None:
         """Stop the workers and free what they hold."""
         self.engine_core.shutdown()
-
-
-def load_tokenizer(vllm_config: VllmConfig) -> Tokenizer | None:
-    """Find the checkpoint of `vllm_config`, if that has not been done, and load its tokenizer."""
-    if not hasattr(vllm_config.model_config, "hf_config"):
-        resolve_model(vllm_config)
-    return get_tokenizer(vllm_config)
-
-
-def make_logger_manager(
-    vllm_config: VllmConfig, log_stats: bool, stat_loggers: list[StatLoggerFactory] | None
-) -> StatLoggerManager | None:
-    """The receivers of statistics; None where no statistics are kept."""
-    if not log_stats:
-        return None
-    from vllmx.metrics.loggers import StatLoggerManager
-
-    manager = StatLoggerManager(vllm_config, custom_stat_loggers=stat_loggers)
-    manager.log_engine_initialized()
-    return manager
-
-
-def fan_out(
-    request: EngineCoreRequest,
-) -> Iterator[tuple[EngineCoreRequest, ParentRequest | None, int]]:
-    """The requests that answer `request`: itself, or n children with their parent and index."""
-    params = request.sampling_params
-    assert params is not None
-    if params.n == 1:
-        yield request, None, 0
-        return
-    parent = ParentRequest(request)
-    # All of them count as running before the first is queued, so that none ends the parent.
-    children = [parent.get_child_info(index) for index in range(params.n)]
-    for index, (child_id, child_params) in enumerate(children):
-        child = copy(request)
-        child.request_id = child_id
-        child.sampling_params = child_params
-        yield child, parent, index
-
-
-_text_of = prompt_text  # add_request has an argument of that name

@@ -261,8 +261,9 @@ class OutputProcessor:
         self.stream_interval = stream_interval
         self.request_states: dict[str, RequestState] = {}
         self.parent_requests: dict[str, ParentRequest] = {}
-        # The caller's id -> ids of the requests that were made of it.
-        self.external_req_ids: defaultdict[str, list[str]] = defaultdict(list)
+        # The caller's id -> ids of the requests that were made of it, as the keys of a dict: there
+        # may be thousands, which end one by one.
+        self.external_req_ids: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def get_num_unfinished_requests(self) -> int:
         """Number of requests that have not finished; each of n answers counts."""
@@ -300,7 +301,7 @@ class OutputProcessor:
             self.stream_interval,
         )
         self.request_states[request.request_id] = state
-        self.external_req_ids[state.external_req_id].append(request.request_id)
+        self.external_req_ids[state.external_req_id][request.request_id] = None
         if parent_req is not None:
             self.parent_requests[parent_req.request_id] = parent_req
 
@@ -401,11 +402,14 @@ class OutputProcessor:
         request_id, external_id = state.request_id, state.external_req_id
         del self.request_states[request_id]
         siblings = self.external_req_ids[external_id]
-        siblings.remove(request_id)
+        del siblings[request_id]
         if not siblings:
             del self.external_req_ids[external_id]
         parent = state.parent_req
-        if parent is not None and not parent.child_requests - {request_id}:
+        # The request may have left the parent's set already.
+        if parent is not None and len(parent.child_requests) == (
+            request_id in parent.child_requests
+        ):
             self.parent_requests.pop(parent.request_id, None)
 
     def _fail(self, state: RequestState, error: Exception) -> None:

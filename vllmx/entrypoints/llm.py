@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from vllmx.config import VllmConfig, finalize
 from vllmx.engine.input_processor import PromptType
@@ -48,6 +48,19 @@ class LLM:
         self.model_config = config.model_config
         self.input_processor = self.llm_engine.input_processor
         self.request_counter = itertools.count()
+
+    def shutdown(self) -> None:
+        """Free the model and the KV cache; nothing can be generated afterwards.
+
+        `with LLM(...) as llm:` does so at its end, `del llm` as well.
+        """
+        self.llm_engine.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
 
     def __repr__(self) -> str:
         return f"LLM(model={self.model_config.model!r})"
@@ -196,7 +209,7 @@ class LLM:
                         progress.update(output)
         except BaseException:
             # Interrupted: the next call must not find what this one left.
-            engine.abort_request(list(engine.output_processor.external_req_ids))
+            engine.abort_all()
             raise
         finally:
             progress.close()

@@ -52,7 +52,8 @@ class IrOpImpl:
 
     supported: True, or why the provider cannot run in this installation at all.
     supports: called with the OpContext; True, or why it refuses such calls.
-    prepare: turns the op's static arguments (weights) into what `fn` takes in their place.
+    prepare: turns the op's static arguments (weights) into what `fn` takes in their place;
+    prepared_format, prepared_bytes: what that is, in words, and its bytes a weight.
     """
 
     op: IrOp
@@ -61,6 +62,8 @@ class IrOpImpl:
     supported: bool | str = True
     supports: Callable[[OpContext], bool | str] | None = None
     prepare: Callable[..., Any] | None = None
+    prepared_format: str = "prepared"
+    prepared_bytes: float = 4
 
     def refusal(self, context: OpContext) -> str | None:
         """Why this provider cannot take calls of `context`, or None if it can."""
@@ -98,6 +101,8 @@ class IrOp:
         supported: bool | str = True,
         supports: Callable[[OpContext], bool | str] | None = None,
         prepare: Callable[..., Any] | None = None,
+        prepared_format: str = "prepared",
+        prepared_bytes: float = 4,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator that adds a provider; its parameters must be named as the reference's.
 
@@ -108,7 +113,9 @@ class IrOp:
             self._check_signature(provider, fn, prepared=prepare is not None)
             if provider in self.impls:
                 raise ValueError(f"op {self.name} already has a provider {provider}")
-            self.impls[provider] = IrOpImpl(self, provider, fn, supported, supports, prepare)
+            self.impls[provider] = IrOpImpl(
+                self, provider, fn, supported, supports, prepare, prepared_format, prepared_bytes
+            )
             return fn
 
         return register

@@ -94,23 +94,18 @@ class OpTable:
         return chosen
 
     def choose_attention(self, backend: str | None, **facts: Any) -> IrOpImpl:
-        """The provider of `paged_attention` that is a backend; `backend` names it, if given.
-
-        The reference is no backend: it re-reads the block table in every layer.
-        """
+        """The provider of `paged_attention` for a layer; `backend` names it, if given."""
         impls = self.registry["paged_attention"].impls
-        if backend is not None:
-            if backend not in impls or backend == REFERENCE:
-                names = ", ".join(name for name in impls if name != REFERENCE)
-                raise UserError(f"attention.backend={backend!r}: choose one of {names}.")
-            reason = impls[backend].refusal(OpContext(self.device, self.dtype, facts))
-            if reason is not None:
-                raise UserError(f"attention.backend={backend}: it cannot be used: {reason}.")
-            others = {name: f"attention.backend={backend}" for name in impls if name != backend}
-            self.choices.setdefault("paged_attention", OpChoice("paged_attention", backend, others))
-            return impls[backend]
-        impl = self.choose("paged_attention", **facts)
-        return impl if impl.provider != REFERENCE else impls["sdpa"]
+        if backend is None:
+            return self.choose("paged_attention", **facts)
+        if backend not in impls:
+            raise UserError(f"attention.backend={backend!r}: choose one of {', '.join(impls)}.")
+        reason = impls[backend].refusal(OpContext(self.device, self.dtype, facts))
+        if reason is not None:
+            raise UserError(f"attention.backend={backend}: it cannot be used: {reason}.")
+        others = {name: f"attention.backend={backend}" for name in impls if name != backend}
+        self.choices.setdefault("paged_attention", OpChoice("paged_attention", backend, others))
+        return impls[backend]
 
     def _check_names(self) -> None:
         known = {provider for op in self.registry.values() for provider in op.impls}

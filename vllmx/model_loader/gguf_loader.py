@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -45,6 +45,7 @@ class GGUFTensor:
     """A quantised weight, its blocks as stored.
 
     shape: [out, in], torch's order. data: uint8 [out, bytes per row], mapped from the file.
+    expand: the chosen provider of the op `dequantize_gguf`.
     """
 
     def __init__(
@@ -54,13 +55,14 @@ class GGUFTensor:
         self.qtype = qtype
         self.shape = shape
         self.data = data
+        self.expand: Callable[..., torch.Tensor] = dequantize
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, rows: slice | torch.Tensor | None = None
     ) -> torch.Tensor:
         """Expand all rows, or those that `rows` selects, to [rows, in] of `dtype`."""
         data = self.data if rows is None else self.data[rows]
-        values = dequantize(data, self.qtype, dtype)
+        values = self.expand(data, self.qtype, dtype)
         return values.view(self.shape) if rows is None else values
 
     @property
@@ -70,8 +72,9 @@ class GGUFTensor:
 
     def to(self, device: str | torch.device) -> GGUFTensor:
         """A copy of the blocks in the memory of `device`, independent of the file."""
-        data = self.data.to(device, copy=True)
-        return GGUFTensor(self.name, self.qtype, self.shape, data)
+        copy = GGUFTensor(self.name, self.qtype, self.shape, self.data.to(device, copy=True))
+        copy.expand = self.expand
+        return copy
 
     def __repr__(self) -> str:
         return f"GGUFTensor({self.name!r}, {self.qtype.name}, {list(self.shape)})"

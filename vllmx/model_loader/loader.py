@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vllmx.config import VllmConfig
 from vllmx.ir.select import OpTable
 from vllmx.layers.parameter import WeightHolder
-from vllmx.model_loader.weights import iterate_weights
+from vllmx.model_loader.weights import GGUFTensor, iterate_weights
 from vllmx.registry import get_model_cls
 
 
@@ -24,8 +24,17 @@ def load_model(vllm_config: VllmConfig, ops: OpTable) -> nn.Module:
     if vllm_config.load_config.load_format == "dummy":
         load_dummy_weights(model, vllm_config)
     else:
-        model.load_weights(iterate_weights(vllm_config))
+        model.load_weights(_with_chosen_expansion(iterate_weights(vllm_config), ops))
     return model.eval()
+
+
+def _with_chosen_expansion(
+    weights: Iterable[tuple[str, Any]], ops: OpTable
+) -> Iterator[tuple[str, Any]]:
+    for name, weight in weights:
+        if isinstance(weight, GGUFTensor):
+            weight.expand = ops.bind("dequantize_gguf", qtype=weight.qtype.name)
+        yield name, weight
 
 
 def load_dummy_weights(model: Any, vllm_config: VllmConfig) -> None:

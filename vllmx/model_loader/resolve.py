@@ -23,11 +23,14 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 def resolve_model(vllm_config: VllmConfig) -> None:
     """Find the model of `vllm_config` and fill in its model_config, in place.
 
-    Sets model (absolute path), hf_config, generation_config_dict, max_model_len with
-    max_model_len_pinned, and replaces aliases of dtype. Fetches a named model that is not in
-    the cache unless load.offline is set. Reads metadata only, no weights. Raises UserError.
+    Sets served_model_name, model (absolute path), hf_config, generation_config_dict,
+    max_model_len with max_model_len_pinned, and replaces aliases of dtype. Fetches a named model
+    that is not in the cache unless load.offline is set. Reads metadata only, no weights. Raises
+    UserError.
     """
     config = vllm_config.model_config
+    if config.name or config.model:  # clients use the name as it was given
+        config.served_model_name = config.served_names
     path = _find(vllm_config)
     config.model = str(path)
     gguf = None

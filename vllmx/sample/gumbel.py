@@ -73,6 +73,8 @@ def gumbel_sample(
         sampled[free] = (logits[free] - exponential.log_()).argmax(dim=-1)
     for row in ((temperature != 0) & has_seed).nonzero().flatten().tolist():
         allowed = (logits[row] > float("-inf")).nonzero().flatten()
+        if not len(allowed):
+            continue  # nothing may be sampled, or the logits are NaN: the argmax stands
         noise = seeded_noise(seeds[row].view(1, 1), positions[row].view(1, 1), allowed.unsqueeze(0))
         sampled[row] = allowed[(logits[row, allowed] + noise[0]).argmax()]
     return sampled

@@ -17,14 +17,15 @@ def compute_topk_logprobs(
 ) -> LogprobsLists:
     """The chosen token's value and rank, then the num_logprobs largest values.
 
+    A rank is the number of tokens at least as likely: the best has 1, two that tie for it have 2.
+
     values: float32 [n, vocab], log-probabilities or logits as the mode wants; chosen: int64 [n].
     extra_ids: for each row, the token ids asked for by name, which take the place of the largest.
     """
     picked = values.gather(1, chosen.unsqueeze(1))
-    ranks = (values > picked).sum(dim=1) + 1
+    ranks = (values >= picked).sum(dim=1)
     ids, scores = chosen.unsqueeze(1), picked
     if num_logprobs > 0:
-        # A stable order, so that ties rank by token id on every device.
         top = values.topk(num_logprobs, dim=1)
         ids = torch.cat((ids, top.indices), dim=1)
         scores = torch.cat((scores, top.values), dim=1)

@@ -15,8 +15,9 @@ def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
     Tokens that tie with the last one kept by top_k stay. The likeliest token always stays.
     """
     if top_k is not None:
-        largest = int(top_k[top_k < logits.shape[-1]].max()) if _any_below(top_k, logits) else 0
-        if largest:
+        limits = top_k[top_k < logits.shape[-1]]
+        if len(limits):
+            largest = int(limits.max())
             kept = logits.topk(largest, dim=-1).values
             index = (top_k.clamp(max=largest) - 1).unsqueeze(1)
             threshold = kept.gather(1, index)
@@ -25,10 +26,6 @@ def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
     if top_p is not None:
         _apply_top_p(logits, top_p)
     return logits
-
-
-def _any_below(top_k: Tensor, logits: Tensor) -> bool:
-    return bool((top_k < logits.shape[-1]).any())
 
 
 def _apply_top_p(logits: Tensor, top_p: Tensor) -> None:

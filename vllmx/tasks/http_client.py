@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllmx.exceptions import UserError
+
+TIMEOUT_S = 600.0
+"""Longest silence of a server; a long prompt on a slow machine takes minutes to its first token."""
 
 
 class Client:
@@ -27,26 +32,25 @@ class Client:
     def chat(self, messages: list[dict[str, Any]], fields: dict[str, Any]) -> Iterator[str]:
         """The answer to `messages`, piece by piece."""
         body = {"model": self.model, "messages": messages, "stream": True, **fields}
-        for event in self._events("/chat/completions", body):
-            for choice in event.get("choices", []):
-                yield choice["delta"].get("content") or ""
+        return self._texts("/chat/completions", body, lambda choice: choice["delta"].get("content"))
 
     def complete(self, prompt: str, fields: dict[str, Any]) -> Iterator[str]:
         """The continuation of `prompt`, piece by piece."""
         body = {"model": self.model, "prompt": prompt, "stream": True, **fields}
-        for event in self._events("/completions", body):
-            for choice in event.get("choices", []):
-                yield choice.get("text") or ""
+        return self._texts("/completions", body, lambda choice: choice.get("text"))
 
     def _first_model(self) -> str:
-        with self._open("/models", None) as response:
-            models = json.load(response).get("data", [])
-        if not models:
-            raise UserError(f"{self.base}/models names no model.")
-        return models[0]["id"]
+        with self._faults_named("/models"), self._open("/models", None) as response:
+            models = json.load(response)["data"]
+            if not models:
+                raise UserError(f"{self.base}/models names no model.")
+            return models[0]["id"]
 
-    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        with self._open(path, body) as response:
+    def _texts(
+        self, path: str, body: dict[str, Any], text_of: Callable[[dict[str, Any]], str | None]
+    ) -> Iterator[str]:
+        """What `text_of` finds in each choice of the events that the server sends."""
+        with self._faults_named(path), self._open(path, body) as response:
             for raw in response:
                 line = raw.decode("utf-8").strip()
                 if not line.startswith("data:"):
@@ -57,19 +61,40 @@ class Client:
                 event = json.loads(data)
                 if "error" in event:
                     raise UserError(f"{self.base}{path}: {_message(data)}")
-                yield event
+                for choice in event.get("choices", []):
+                    yield text_of(choice) or ""
+        raise UserError(f"{self.base}{path}: the answer broke off before its end.")
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.base + path, data, self.headers)
         try:
-            return urllib.request.urlopen(request)
+            return urllib.request.urlopen(request, timeout=TIMEOUT_S)
         except urllib.error.HTTPError as error:
             text = error.read().decode("utf-8", "replace")
             raise UserError(f"{self.base}{path}: HTTP {error.code}: {_message(text)}") from None
         except (urllib.error.URLError, OSError) as error:
             reason = getattr(error, "reason", error)
             raise UserError(f"no server answers at {self.base}: {reason}") from None
+
+    @contextmanager
+    def _faults_named(self, path: str) -> Iterator[None]:
+        """UserError for a server that falls silent, hangs up, or speaks something else."""
+        where = f"{self.base}{path}"
+        try:
+            yield
+        except UserError:
+            raise
+        except TimeoutError:
+            raise UserError(f"{where}: no answer for {TIMEOUT_S:g} s.") from None
+        except (http.client.HTTPException, OSError) as error:
+            reason = str(error) or type(error).__name__
+            raise UserError(f"{where}: the answer broke off: {reason}.") from None
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{where}: not an answer of an OpenAI-compatible server: "
+                f"{type(error).__name__}: {error}."
+            ) from None
 
 
 def _message(text: str) -> str:

@@ -20,6 +20,8 @@ def run(config: RunConfig, started: float) -> int:
 def load_parity(root: Path) -> ModuleType:
     """The package `root`/parity under the name vllmx._parity, which no other package can take."""
     file = root / "parity" / "__init__.py"
+    if not file.is_file() and (root / "pyproject.toml").is_file():
+        raise UserError(f"the parity commands are not built yet: there is no {file}.")
     if not file.is_file():
         raise UserError(
             f"parity needs a checkout: there is no {file}; clone the repository and "

@@ -79,6 +79,10 @@ class Worker:
         """See GPUModelRunner.sample_tokens."""
         return self.model_runner.sample_tokens(grammar_output)
 
+    def forget_requests(self) -> None:
+        """Drop all requests, after an interrupted step."""
+        self.model_runner.forget_requests()
+
     def shutdown(self) -> None:
         """Let go of weights and cache."""
         self.model_runner.model = None

@@ -51,10 +51,16 @@ class GPUModelRunner:
         return {name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items()}
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate the cache and the request rows; max_model_len is final by now."""
+        """Allocate the cache; max_model_len is final by now."""
         layers = attention_layers(self.model)
         init_kv_cache(kv_cache_config, layers, self.device)
         self.attn_builders = AttnMetadataBuilders(kv_cache_config, layers, self.device)
+        self.block_sizes = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
+        self.forget_requests()
+
+    def forget_requests(self) -> None:
+        """Allocate empty request rows, at the start and after an interrupted step."""
+        self.execute_model_state = None
         model_config = self.vllm_config.model_config
         max_num_reqs = self.vllm_config.scheduler_config.max_num_seqs
         max_model_len = model_config.max_model_len
@@ -62,8 +68,7 @@ class GPUModelRunner:
         self.req_states = RequestState(
             max_num_reqs, max_model_len, model_config.get_vocab_size(), self.device
         )
-        block_sizes = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
-        self.block_tables = BlockTables(block_sizes, max_num_reqs, max_model_len, self.device)
+        self.block_tables = BlockTables(self.block_sizes, max_num_reqs, max_model_len, self.device)
         self.sampler = Sampler(self.req_states, model_config.logprobs_mode, model_config.seed)
         self.prompt_logprobs_worker = PromptLogprobsWorker(self.req_states)
 

@@ -83,6 +83,11 @@ class NullModelRunner:
         if self.check:
             self._kv_cache = _CheckedKVCache(kv_cache_config)
 
+    def forget_requests(self) -> None:
+        """Drop all rows, and the step that was begun."""
+        self.rows.clear()
+        self._scheduled = None
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """Take the step in; None if `sample_tokens` has to follow."""
         assert self._scheduled is None, "sample_tokens was not called for the step before"
@@ -271,6 +276,10 @@ class NullWorker:
     def check_health(self) -> None:
         """Always well."""
 
+    def forget_requests(self) -> None:
+        """Drop all requests, after an interrupted step."""
+        self.model_runner.forget_requests()
+
     def shutdown(self) -> None:
         """Forget the requests."""
-        self.model_runner.rows.clear()
+        self.model_runner.forget_requests()

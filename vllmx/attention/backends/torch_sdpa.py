@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # upstream: vllm/v1/attention/backends/cpu_attn.py @ v0.25.0
-"""Backend `sdpa`: gather the blocks of a request and call torch's scaled_dot_product_attention.
+"""Backend `sdpa`: gather a request's keys and values, call torch's scaled_dot_product_attention.
 
 Runs anywhere. Requests with one new token are batched in groups of like length, so that padding
 at most doubles the work; longer queries run one request at a time. Grouped-query heads are laid
@@ -26,20 +26,21 @@ from vllmx.ir.op import OpContext
 
 @dataclass
 class DecodeGroup:
-    """Requests of one new token each, padded to one number of blocks.
+    """Requests of one new token each, padded to one length.
 
-    rows: their tokens in the batch, None where they are all of it; blocks: int64
-    [num_requests * num_blocks]; first_block: where they lie side by side in the cache, so that
-    they are looked at without a copy, else None; mask: [num_requests, 1, 1, num_blocks * block_size] or None where
-    nothing is hidden; length: keys to look at, where one request is alone.
+    rows: their tokens in the batch, None where they are all of it; slots: int64
+    [num_requests * length], where their keys lie in the cache; first_slot: where the keys of a
+    request that is alone lie side by side, so that they are looked at without a copy, else None;
+    mask: [num_requests, 1, 1, length] or None where nothing is hidden. What is hidden is read from
+    slot 0, which stays zero: another request's NaN under a mask would still be NaN.
     """
 
     rows: Tensor | None
     num_reqs: int
-    blocks: Tensor
-    mask: Tensor | None
     length: int
-    first_block: int | None = None
+    slots: Tensor
+    mask: Tensor | None
+    first_slot: int | None = None
 
 
 @dataclass
@@ -92,44 +93,30 @@ class SDPAMetadata:
             plan.prefills.append(self._prefill(i, window))
         return plan
 
-    def _first_block(self, seq_len: np.ndarray | int, window: int | None) -> np.ndarray | int:
-        if window is None:
-            return seq_len * 0
-        return np.maximum(seq_len - window, 0) // self.block_size
-
     def _decode_group(self, members: np.ndarray, window: int | None) -> DecodeGroup:
         common, block_size = self.common, self.block_size
-        seq_lens = common.seq_lens_np[members].astype(np.int64)
-        first = self._first_block(seq_lens, window)
-        width = int((-(-seq_lens // block_size) - first).max())
         table = common.block_table_tensor
-        if len(members) == 1:
-            i, start = int(members[0]), int(first[0])
-            length = int(seq_lens[0]) - start * block_size
-            hidden = 0 if window is None else max(0, length - window)
-            mask = None
-            if hidden:
-                mask = torch.zeros(1, 1, 1, length, device=table.device)
-                mask[..., :hidden] = float("-inf")
-            rows = None if common.num_actual_tokens == 1 else _rows(common, members)
-            blocks = table[i, start : start + width].long()
-            return DecodeGroup(rows, 1, blocks, mask, length, _side_by_side(blocks))
-        columns = np.minimum(first[:, None] + np.arange(width), table.shape[1] - 1)
-        device = table.device
-        rows_t = torch.from_numpy(members).to(device)
-        blocks = table[rows_t.unsqueeze(1), torch.from_numpy(columns).to(device)]
-        position = (first * block_size)[:, None] + np.arange(width * block_size)
-        hidden_np = position >= seq_lens[:, None]
-        if window is not None:
-            hidden_np |= position < (seq_lens - window)[:, None]
+        seq_lens = common.seq_lens_np[members].astype(np.int64)
+        oldest = np.zeros_like(seq_lens) if window is None else np.maximum(seq_lens - window, 0)
+        length = int((seq_lens - oldest).max())
+        positions = oldest[:, None] + np.arange(length)
+        hidden = positions >= seq_lens[:, None]
+        positions[hidden] = 0
+        positions_t = torch.from_numpy(positions).to(table.device)
+        requests = torch.from_numpy(members).to(table.device).unsqueeze(1)
+        blocks = table[requests, positions_t // block_size].long()
+        slots = blocks * block_size + positions_t % block_size
         mask = None
-        if hidden_np.any():
-            mask = torch.zeros(hidden_np.shape, device=device)
-            mask.masked_fill_(torch.from_numpy(hidden_np).to(device), float("-inf"))
+        if hidden.any():
+            hidden_t = torch.from_numpy(hidden).to(table.device)
+            slots.masked_fill_(hidden_t, 0)
+            mask = torch.zeros(hidden.shape, device=table.device)
+            mask.masked_fill_(hidden_t, float("-inf"))
             mask = mask[:, None, None, :]
-        whole = len(members) == common.num_actual_tokens
-        rows = None if whole else _rows(common, members)
-        return DecodeGroup(rows, len(members), blocks.long().flatten(), mask, width * block_size)
+        rows = None if len(members) == common.num_actual_tokens else _rows(common, members)
+        slots = slots.flatten()
+        first_slot = _side_by_side(slots) if len(members) == 1 else None
+        return DecodeGroup(rows, len(members), length, slots, mask, first_slot)
 
     def _prefill(self, i: int, window: int | None) -> PrefillRequest:
         common, block_size = self.common, self.block_size
@@ -137,7 +124,7 @@ class SDPAMetadata:
         seq_len, query_len = int(common.seq_lens_np[i]), last - first
         oldest = seq_len - query_len
         # The oldest new token is the one that looks back furthest.
-        start = int(self._first_block(oldest + 1, window))
+        start = 0 if window is None else max(oldest + 1 - window, 0) // block_size
         end = -(-seq_len // block_size)
         length = seq_len - start * block_size
         table = common.block_table_tensor
@@ -153,11 +140,11 @@ class SDPAMetadata:
         return PrefillRequest(first, last, table[i, start:end].long(), mask, length)
 
 
-def _side_by_side(blocks: Tensor) -> int | None:
-    """The first block if each is the successor of the one before it, else None (or on a GPU)."""
-    if blocks.device.type != "cpu":
+def _side_by_side(slots: Tensor) -> int | None:
+    """The first slot if each is the successor of the one before it, else None (or on a GPU)."""
+    if slots.device.type != "cpu":
         return None
-    numbers = blocks.numpy()
+    numbers = slots.numpy()
     together = (np.diff(numbers) == 1).all()
     return int(numbers[0]) if together else None
 
@@ -247,18 +234,16 @@ def _decode(
     soft_cap: float | None,
 ) -> Tensor:
     num_kv_heads, head_size = key_cache.shape[2:]
-    shape = (group.num_reqs, -1, num_kv_heads, head_size)
-    if group.first_block is not None:
-        end = group.first_block + len(group.blocks)
-        keys = key_cache[group.first_block : end].view(shape)
-        values = value_cache[group.first_block : end].view(shape)
+    keys = key_cache.view(-1, num_kv_heads, head_size)
+    values = value_cache.view(-1, num_kv_heads, head_size)
+    if group.first_slot is not None:
+        end = group.first_slot + group.length
+        keys, values = keys[group.first_slot : end], values[group.first_slot : end]
     else:
-        keys = key_cache.index_select(0, group.blocks).view(shape)
-        values = value_cache.index_select(0, group.blocks).view(shape)
-    if group.num_reqs == 1:
-        keys, values = keys[:, : group.length], values[:, : group.length]
+        keys, values = keys.index_select(0, group.slots), values.index_select(0, group.slots)
+    shape = (group.num_reqs, group.length, num_kv_heads, head_size)
+    keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
     heads = query.view(group.num_reqs, num_kv_heads, -1, head_size)
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     out = _attend(heads, keys, values, group.mask, False, scale, soft_cap)
     return out.reshape(query.shape)
 

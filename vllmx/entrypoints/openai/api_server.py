@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -22,26 +20,18 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vllmx.config import ServerConfig, VllmConfig
 from vllmx.entrypoints.openai.errors import (
     create_error_response,
-    error_body,
     install_exception_handlers,
     json_error,
 )
 from vllmx.entrypoints.openai.launcher import create_server_socket, serve_http
-from vllmx.entrypoints.openai.protocol import (
-    ErrorResponse,
-)
-from vllmx.entrypoints.openai.protocol_chat import (
-    ChatCompletionRequest,
-)
-from vllmx.entrypoints.openai.protocol_completion import (
-    CompletionRequest,
-)
+from vllmx.entrypoints.openai.middleware import AuthenticationMiddleware, BodyLimitMiddleware
+from vllmx.entrypoints.openai.protocol import ErrorResponse
+from vllmx.entrypoints.openai.protocol_chat import ChatCompletionRequest
+from vllmx.entrypoints.openai.protocol_completion import CompletionRequest
 from vllmx.entrypoints.openai.serving_chat import OpenAIServingChat
 from vllmx.entrypoints.openai.serving_completion import OpenAIServingCompletion
 from vllmx.entrypoints.openai.serving_models import OpenAIServingModels
@@ -61,13 +51,11 @@ from vllmx.metrics.prometheus import create_registry, render_metrics
 if TYPE_CHECKING:
     from vllmx.engine.async_llm import AsyncLLM
 
-GUARDED_PREFIXES = ("/v1", "/tokenize", "/detokenize")
-"""Paths that need the API key; health, version and metrics don't."""
-
 ERROR_BODIES: dict[int | str, dict[str, Any]] = {
     status.value: {"model": ErrorResponse}
     for status in (
         *(HTTPStatus.BAD_REQUEST, HTTPStatus.UNAUTHORIZED, HTTPStatus.NOT_FOUND),
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         *(HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.SERVICE_UNAVAILABLE),
     )
 }
@@ -194,36 +182,6 @@ async def detokenize(request: DetokenizeRequest, raw_request: Request) -> Respon
     return await _answer(raw_request, lambda: serving.create_detokenize(request))
 
 
-class AuthenticationMiddleware:
-    """Refuses requests to GUARDED_PREFIXES without the bearer token, comparing in constant time."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self.app = app
-        self._digest = hashlib.sha256(api_key.encode()).digest()
-
-    def _allowed(self, headers: Headers) -> bool:
-        scheme, _, token = headers.get("Authorization", "").partition(" ")
-        digest = hashlib.sha256(token.strip().encode()).digest()
-        return scheme.lower() == "bearer" and secrets.compare_digest(digest, self._digest)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer 401."""
-        if (
-            scope["type"] == "http"
-            and scope["method"] != "OPTIONS"
-            and scope["path"].startswith(GUARDED_PREFIXES)
-            and not self._allowed(Headers(scope=scope))
-        ):
-            status = HTTPStatus.UNAUTHORIZED
-            message = "The API key is missing or wrong: send it as `Authorization: Bearer KEY`."
-            error = json_error(
-                error_body(message, status.phrase, status), {"WWW-Authenticate": "Bearer"}
-            )
-            await error(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
-
-
 @contextlib.asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Log the engine's statistics every now and then while the app runs."""
@@ -260,6 +218,7 @@ def build_app(
     )
     app.include_router(router)
     install_exception_handlers(app)
+    app.add_middleware(BodyLimitMiddleware, limit=server_config.max_request_bytes)
     if server_config.api_key:
         app.add_middleware(AuthenticationMiddleware, api_key=server_config.api_key)
     app.add_middleware(

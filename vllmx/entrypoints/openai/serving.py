@@ -226,6 +226,7 @@ class OpenAIServing:
         body: GenerationRequest,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one prompt in the engine; closing the generator aborts it."""
+        request_id += f"-{random_uuid()[:8]}"  # a client may send the same id twice
         inputs: dict[str, Any] = {"prompt_token_ids": prompt.token_ids}
         if prompt.text is not None:
             inputs["prompt"] = prompt.text

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Generic, TypeVar
 
@@ -24,8 +25,9 @@ async def merge_async_iterators(
 ) -> AsyncGenerator[tuple[int, T], None]:
     """Yield (index of the iterator, item) as items come; one failure ends and closes them all."""
     if len(iterators) == 1:
-        async for only in iterators[0]:
-            yield 0, only
+        async with contextlib.aclosing(iterators[0]) as alone:
+            async for only in alone:
+                yield 0, only
         return
     queue: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue()
 

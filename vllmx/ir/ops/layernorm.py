@@ -12,7 +12,7 @@ from vllmx.ir.op import register_op
 SIZES = ((1, 64), (3, 576), (17, 640), (63, 128), (2, 1))
 
 
-@register_op
+@register_op(static_args=("weight",))
 def rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -29,7 +29,7 @@ def rms_norm(
     return wide.to(x.dtype)
 
 
-@register_op
+@register_op(static_args=("weight",))
 def fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,

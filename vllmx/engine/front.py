@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/v1/engine/llm_engine.py, vllm/v1/engine/async_llm.py @ v0.25.0
+"""What the synchronous and the asynchronous front end have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from typing import TYPE_CHECKING
+
+from vllmx.engine import EngineCoreRequest
+from vllmx.engine.input_processor import InputProcessor
+from vllmx.engine.output_processor import OutputProcessor
+from vllmx.engine.parallel_sampling import ParentRequest
+from vllmx.model_loader.resolve import resolve_model
+from vllmx.model_loader.tokenizer import Tokenizer, get_tokenizer
+
+if TYPE_CHECKING:
+    from vllmx.config import VllmConfig
+    from vllmx.metrics.loggers import StatLoggerFactory, StatLoggerManager
+
+
+class EngineFront:
+    """Both ends around an engine core: requests are checked going in, outputs made coming out."""
+
+    def __init__(self, vllm_config: VllmConfig, log_stats: bool) -> None:
+        """Find the model and load its tokenizer; the engine core is the subclass's affair."""
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.log_stats = log_stats
+        tokenizer = load_tokenizer(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, tokenizer)
+        self.output_processor = OutputProcessor(
+            tokenizer,
+            log_stats=log_stats,
+            stream_interval=vllm_config.scheduler_config.stream_interval,
+        )
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None with skip_tokenizer_init."""
+        return self.input_processor.tokenizer
+
+
+def load_tokenizer(vllm_config: VllmConfig) -> Tokenizer | None:
+    """Find the checkpoint of `vllm_config`, if that has not been done, and load its tokenizer."""
+    if not hasattr(vllm_config.model_config, "hf_config"):
+        resolve_model(vllm_config)
+    return get_tokenizer(vllm_config)
+
+
+def make_logger_manager(
+    vllm_config: VllmConfig, log_stats: bool, stat_loggers: list[StatLoggerFactory] | None
+) -> StatLoggerManager | None:
+    """The receivers of statistics; None where no statistics are kept."""
+    if not log_stats:
+        return None
+    from vllmx.metrics.loggers import StatLoggerManager
+
+    manager = StatLoggerManager(vllm_config, custom_stat_loggers=stat_loggers)
+    manager.log_engine_initialized()
+    return manager
+
+
+def fan_out(
+    request: EngineCoreRequest,
+) -> Iterator[tuple[EngineCoreRequest, ParentRequest | None, int]]:
+    """The requests that answer `request`: itself, or n children with their parent and index."""
+    params = request.sampling_params
+    assert params is not None
+    if params.n == 1:
+        yield request, None, 0
+        return
+    parent = ParentRequest(request)
+    # All of them count as running before the first is queued, so that none ends the parent.
+    children = [parent.get_child_info(index) for index in range(params.n)]
+    for index, (child_id, child_params) in enumerate(children):
+        child = copy(request)
+        child.request_id = child_id
+        child.sampling_params = child_params
+        yield child, parent, index
+        request.block_hashes = child.block_hashes
