@@ -70,9 +70,13 @@ def window_spec(block_size: int, window: int) -> SlidingWindowSpec:
 
 
 def make_scheduler(
-    config: VllmConfig, specs: list[KVCacheSpec] | None = None, log_stats: bool = True
+    config: VllmConfig,
+    specs: list[KVCacheSpec] | None = None,
+    log_stats: bool = True,
+    **settings: Any,
 ) -> Scheduler:
-    """A scheduler with one KV group a spec, without the start-up checks of an engine."""
+    """A scheduler with one KV group a spec, without the start-up checks of an engine; `settings`
+    are further arguments of its constructor."""
     block_size = config.cache_config.block_size
     num_blocks = config.cache_config.num_gpu_blocks_override
     specs = specs or [full_spec(block_size)]
@@ -86,6 +90,7 @@ def make_scheduler(
         block_size=math.lcm(*[spec.block_size for spec in specs]),
         hash_block_size=block_size,
         log_stats=log_stats,
+        **settings,
     )
 
 

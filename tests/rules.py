@@ -48,6 +48,7 @@ BASE = {
     "config",
     "exceptions",
     "platform",
+    "cgroup",
     "registry",
     "forward_context",
     "request",

@@ -399,8 +399,6 @@ def _build(
     model: str | None, overrides: list[str], base: dict[str, Any], values: dict[str, Any]
 ) -> RunConfig:
     """Compose one run and check it. `values` win over `overrides`, those over `base`."""
-    import copy
-
     from vllmx import compose
     from vllmx.config import finalize
 
@@ -420,7 +418,7 @@ def _build(
     run = compose.compose_run(overrides)
     for key, value in {**weaker, **values}.items():
         assign(run, key, value)
-    finalize(copy.deepcopy(run))
+    finalize(run)
     return run
 
 

@@ -9,6 +9,7 @@ vllmx/cli.py. This file imports neither torch nor Hydra, so a wrong key is refus
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Dict, List, Optional  # noqa: UP035
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from vllmx.models.hf_config import HFConfig
 
 # OmegaConf resolves these annotations at run time and knows typing's spellings only.
+
+DEFAULT_BLOCK_SIZE = 16
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
 
 def choice(default: str | None, *allowed: str) -> Any:
@@ -546,33 +550,47 @@ def _out_of_bounds(value: float, bounds: dict[str, float]) -> str | None:
 def finalize(run: RunConfig) -> VllmConfig:
     """Check every node of `run` and build the engine's config; raises UserError.
 
-    Values that depend on the checkpoint or the device (dtype, max_model_len, block counts) are
-    resolved later, where those are known.
+    `run` stays as it is, and the result shares nothing with it. Values that depend on the
+    checkpoint or the device (dtype, max_model_len, block counts) are resolved later, where those
+    are known.
     """
     for node in run.__dataclass_fields__:
         value = getattr(run, node)
         if hasattr(value, "__dataclass_fields__"):
             check_fields(value, node)
     check_fields(run, "config")
-    config = VllmConfig(**{name: getattr(run, node) for node, name in ENGINE_NODES.items()})
-    _check_unsupported(config)
+    _check_unsupported(run)
+    config = VllmConfig(
+        **{name: copy.deepcopy(getattr(run, node)) for node, name in ENGINE_NODES.items()}
+    )
     if config.cache_config.block_size is None:
-        config.cache_config.block_size = 16
-    if config.scheduler_config.max_num_batched_tokens is None and (
-        config.scheduler_config.enable_chunked_prefill
-    ):
-        config.scheduler_config.max_num_batched_tokens = max(
-            2048, config.scheduler_config.max_num_seqs
-        )
+        config.cache_config.block_size = DEFAULT_BLOCK_SIZE
     return config
 
 
-def _check_unsupported(config: VllmConfig) -> None:
-    if config.model_config.trust_remote_code:
+# Settings whose part of the engine is not built, with the values that need none of it.
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "model.use_fp64_gumbel": (False,),
+    "scheduler.prefill_schedule_interval": (1,),
+    "cache.mamba_block_size": (None,),
+    "cache.mamba_cache_dtype": ("auto",),
+    "cache.mamba_ssm_cache_dtype": ("auto",),
+    "compilation.cudagraph_mode": (None, "NONE"),
+    "compilation.cudagraph_capture_sizes": (None, []),
+}
+
+
+def _check_unsupported(run: RunConfig) -> None:
+    if run.model.trust_remote_code:
         raise UserError(
             "model.trust_remote_code=true: vllmx never runs code that comes with a checkpoint; "
             "register the architecture as a plugin instead."
         )
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        if getattr(config.parallel_config, name) != 1:
+        if getattr(run.parallel, name) != 1:
             raise UserError(f"parallel.{name} must be 1: vllmx runs on one device so far.")
+    for key, without in NOT_BUILT.items():
+        node, _, name = key.partition(".")
+        value = getattr(getattr(run, node), name)
+        if value not in without:
+            raise UserError(f"{key}={value!r} is not built yet; leave it unset.")

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllmx import cgroup
 from vllmx.exceptions import UserError
 
 if TYPE_CHECKING:
@@ -37,9 +39,16 @@ def resolve_device(device_config: DeviceConfig) -> str:
     return device_config.device
 
 
-def num_threads(device_config: DeviceConfig) -> int:
-    """Threads for CPU ops: as configured, else the cores that this process may use."""
-    return device_config.num_threads or len(os.sched_getaffinity(0))
+def num_threads(device_config: DeviceConfig, root: Path = cgroup.ROOT) -> int:
+    """Threads for CPU ops: as configured, else the cores that this process may use.
+
+    `root`: where /proc and /sys are looked for.
+    """
+    if device_config.num_threads is not None:
+        return device_config.num_threads
+    cores = len(os.sched_getaffinity(0))
+    limit = cgroup.cpu_limit(root)
+    return cores if limit is None else min(cores, limit)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -66,16 +75,21 @@ def resolve_dtype(vllm_config: VllmConfig, device: str) -> torch.dtype:
     return torch_dtype("bfloat16" if stored == "float32" else stored)
 
 
-def available_memory(device: str) -> int:
-    """Bytes that a process could still take on `device`."""
+def available_memory(device: str, root: Path = cgroup.ROOT) -> int:
+    """Bytes that a process could still take on `device`.
+
+    `root`: where /proc and /sys are looked for.
+    """
     if device == "cuda":
         import torch
 
         return torch.cuda.mem_get_info()[0]
-    with open("/proc/meminfo") as lines:
+    with open(root / "proc/meminfo", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+                available = int(line.split()[1]) * 1024
+                limit = cgroup.free_memory(root)
+                return available if limit is None else min(available, limit)
     raise UserError(
         "This system does not say how much memory is free: set cache.kv_cache_memory_bytes."
     )

@@ -190,6 +190,10 @@ MISTAKES = [
     (["generate", "--port", "1"], "is a flag of serve"),
     (["serve", "--temperature", "0"], "is a flag of bench, chat, complete, generate"),
     (["generate", "a", "b"], "given twice"),
+    (["generate", "smollm2-135m", "model.model=/x"], "given twice: 'smollm2-135m' and '/x'"),
+    (["generate", "model.model=/x", "/y"], "given twice: '/y' and '/x'"),
+    (["generate", "model.model=/x", "--model", "/y"], "given twice"),
+    (["generate", "model=/y", "model.model=/x"], "given twice"),
     (["generate", "model="], "the model is empty"),
     (["generate", "--cfg", "hydra"], "only `--cfg job`"),
     (["generate", "-z"], "no flag -z"),
@@ -222,11 +226,44 @@ def test_mistake_in_the_second_run_of_a_sweep_stops_the_first(capsys) -> None:
     )
 
 
-def test_traceback_on_request() -> None:
-    from vllmx.exceptions import UserError
+def test_model_model_is_the_model_unless_another_is_given(tmp_path: Path) -> None:
+    assert composed("generate", "model.model=/x").model.model == "/x"
+    assert composed("generate", "model.model=/x", "/x").model.model == "/x"
+    file = tmp_path / "flags.yaml"
+    file.write_text("model: /from-file\n")
+    assert composed("serve", "--config", str(file)).model.model == "/from-file"
+    assert composed("serve", "--config", str(file), "model.model=/x").model.model == "/x"
 
-    with pytest.raises(UserError):
-        main(["generate", "smollm2-135m", "debug.traceback=true"])
+
+TRACEBACK = [
+    *(["debug.traceback=true"], ["debug.traceback=True"], ["debug=full"]),
+    ["debug.traceback=false", "debug.traceback=true"],
+]
+NO_TRACEBACK = [
+    *([], ["debug.traceback=false"], ["debug=default"], ["debug=full", "debug.traceback=false"]),
+    ["--prompt", "debug.traceback=true", "--top-k=-7"],
+    ["--prompt", "debug=full", "--top-k=-7"],
+]
+
+
+@pytest.mark.parametrize("wrong", ["--max-num-seqs=0", "scheduler.max_num_seqs=x", "--logprobs=2"])
+@pytest.mark.parametrize("argv", [*TRACEBACK, *NO_TRACEBACK], ids=" ".join)
+def test_traceback_if_the_config_says_so(capsys, argv: list[str], wrong: str) -> None:
+    """Above the line that always comes; also for mistakes found before there is a config."""
+    assert main(["generate", "smollm2-135m", *argv, wrong]) == 2
+    *above, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("vllmx: error: ")
+    assert bool(above) == (argv in TRACEBACK)
+    assert not above or above[0].startswith("Traceback")
+
+
+def test_fault_of_vllmx_itself_is_exit_1_and_says_how_to_see_more(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("vllmx.tasks.info.run", lambda *_: {}["missing"])
+    assert main(["info"]) == 1
+    expected = "vllmx: error: KeyError: 'missing' (debug.traceback=true shows where)\n"
+    assert capsys.readouterr().err == expected
+    assert main(["info", "debug.traceback=true"]) == 1
+    assert "in <lambda>" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

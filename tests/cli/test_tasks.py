@@ -222,11 +222,14 @@ def test_missing_model_and_broken_checkpoint(output, tmp_path: Path) -> None:
     assert "vllmx fetch smollm2-135m" in output.err
 
 
-def test_parity_says_what_is_missing(output, tmp_path: Path) -> None:
+def test_parity_says_what_is_missing(tmp_path: Path) -> None:
     from vllmx.exceptions import UserError
     from vllmx.tasks.parity import load_parity
 
-    with pytest.raises(UserError, match="needs a checkout"):
+    with pytest.raises(UserError, match=r"needs a checkout.*clone the repository"):
+        load_parity(tmp_path)  # where a wheel is installed
+    (tmp_path / "pyproject.toml").write_text("")
+    with pytest.raises(UserError, match="not built yet"):
         load_parity(tmp_path)
 
 

@@ -7,6 +7,7 @@ import pytest
 from engine_helpers import Loop, make_config, make_request, make_scheduler, run_model, window_spec
 
 from vllmx.core.interface import PauseState
+from vllmx.core.kv_cache_manager import KVCacheManager
 from vllmx.core.output import LogprobsLists
 from vllmx.core.utils import check_sequence_repetition, check_stop, remove_all
 from vllmx.engine import EngineCoreEventType, FinishReason
@@ -108,6 +109,24 @@ def test_output_carries_new_requests_once_and_then_only_what_changed():
 
 
 # ---------------------------------------------------------------- order, priority, preemption
+
+
+def test_common_prefix_is_counted_for_a_runner_that_reads_it_and_for_no_other(monkeypatch):
+    counted = []
+    count = KVCacheManager.get_num_common_prefix_blocks
+
+    def counting(self, request_id):
+        counted.append(request_id)
+        return count(self, request_id)
+
+    monkeypatch.setattr(KVCacheManager, "get_num_common_prefix_blocks", counting)
+    shared = [7] * 12
+    for settings, expected in (({}, [0]), ({"count_common_prefix": True}, [3])):
+        scheduler = make_scheduler(make_config(), **settings)
+        for name in "ab":
+            scheduler.add_request(make_request(name, [*shared, ord(name)]))
+        assert scheduler.schedule().num_common_prefix_blocks == expected
+        assert counted == (["a"] if settings else [])
 
 
 def test_fcfs_preempts_the_last_and_resumes_it_first_as_a_new_request():

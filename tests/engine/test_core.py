@@ -18,6 +18,7 @@ from vllmx.engine import (
 from vllmx.engine.core import EngineCore
 from vllmx.engine.core_client import EngineCoreClient, InprocClient
 from vllmx.engine.executor import Executor, UniProcExecutor
+from vllmx.engine.front import fan_out
 from vllmx.engine.startup import get_scheduler_cls, resolve_scheduler_limits
 from vllmx.exceptions import EngineDeadError, UserError
 from vllmx.worker.null_runner import NullWorker
@@ -320,6 +321,106 @@ def test_inproc_client_is_dead_after_a_failed_step():
         with pytest.raises(EngineDeadError, match="scripted failure") as caught:
             call()
         assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_inproc_client_that_was_shut_down_says_so():
+    client = InprocClient(make_config(), UniProcExecutor, True)
+    client.shutdown()
+    client.shutdown()
+    for call in (client.get_output, lambda: client.add_request(make_engine_request("b"))):
+        with pytest.raises(EngineDeadError, match="has been shut down"):
+            call()
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def owner_of(core, method):
+    """The object of an engine core that has `method`."""
+    parts = (core, core.scheduler, core.scheduler.kv_cache_manager.coordinator, core.model_executor)
+    return next(part for part in reversed(parts) if hasattr(part, method))
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(
+    "method",
+    ["schedule", "cache_blocks", "allocate_new_blocks", "execute_model", "sample_tokens",
+     "_wait_for", "update_from_output"],
+)  # fmt: skip
+def test_interrupted_step_leaves_nothing_wrong_in_the_caches(method, async_scheduling, monkeypatch):
+    """The same prompts as before the interruption, when the runner checks what it reads."""
+    config = make_config(max_num_seqs=3, async_scheduling=async_scheduling)
+    client = InprocClient(config, UniProcExecutor, True)
+    core = client.engine_core
+    prompts = {name: [100 * i + p for p in range(20)] for i, name in enumerate("abc")}
+
+    def add_all(max_tokens):
+        for name, prompt in prompts.items():
+            client.add_request(make_engine_request(name, prompt, max_tokens))
+
+    # Ended requests that the runner hears of only in the step that is interrupted.
+    add_all(max_tokens=1)
+    while core.scheduler.has_unfinished_requests():
+        client.get_output()
+    core.reset_prefix_cache()
+    for _ in range(3):
+        add_all(max_tokens=5)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner_of(core, method), method, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    client.get_output()
+        assert not core.scheduler.has_unfinished_requests()
+        assert core.scheduler.kv_cache_manager.usage == 0.0
+        client.abort_requests(list(prompts))
+    add_all(max_tokens=5)
+    tokens, _ = run(core)
+    assert tokens == {name: [23, 24, 25, 26, 27] for name in prompts}
+
+
+def test_second_interruption_while_the_first_is_cleared_up_ends_the_engine(monkeypatch):
+    client = InprocClient(make_config(), UniProcExecutor, True)
+    client.add_request(make_engine_request("a"))
+    monkeypatch.setattr(client.engine_core.model_executor, "execute_model", interrupt)
+    monkeypatch.setattr(client.engine_core.model_executor, "collective_rpc", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        client.get_output()
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        client.get_output()
+
+
+def test_interruption_keeps_the_pause():
+    client = InprocClient(make_config(), UniProcExecutor, True)
+    client.engine_core.pause_scheduler("keep")
+    client.engine_core.start_over()
+    assert client.engine_core.is_scheduler_paused()
+
+
+def test_answers_to_one_prompt_are_hashed_once():
+    config = make_config()
+    core = make_core(config)
+    hashed = []
+    hasher = core.request_block_hasher
+
+    def counting(request):
+        hashes = hasher(request)
+        hashed.extend(hashes)
+        return hashes
+
+    core.request_block_hasher = counting
+    parent = make_engine_request("a", list(range(40)), max_tokens=9, n=50, temperature=1.0)
+    parent.external_req_id = "a"
+    requests = []
+    for child, _, _ in fan_out(parent):
+        requests.append(core.preprocess_add_request(child))
+        core.add_request(requests[-1])
+        core.step()  # some answers go on while others are still to come
+    assert len(requests) == 50
+    alone = core.preprocess_add_request(make_engine_request("b", list(range(40))))
+    assert all(request.block_hashes[:10] == alone.block_hashes for request in requests)
+    with_output = sum(len(request.block_hashes) - 10 for request in requests)
+    assert with_output > 0 and len(hashed) == 2 * 10 + with_output
 
 
 def test_process_client_is_refused_by_name():

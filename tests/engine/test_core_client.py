@@ -336,4 +336,5 @@ def test_forgotten_client_takes_its_thread_along():
 
 
 def test_message_types_have_upstreams_bytes():
-    assert [kind.value for kind in EngineCoreRequestType] == [bytes([i]) for i in range(6)]
+    # 2 starts a wave of data parallelism, which is not built.
+    assert [kind.value for kind in EngineCoreRequestType] == [bytes([i]) for i in (0, 1, 3, 4, 5)]

@@ -2,6 +2,8 @@
 """LLM and LLMEngine over a worker without a model."""
 
 import functools
+import gc
+import weakref
 
 import pytest
 from front_helpers import (
@@ -13,7 +15,7 @@ from front_helpers import (
 )
 
 from vllmx import LLM, SamplingParams
-from vllmx.exceptions import UserError, VLLMValidationError
+from vllmx.exceptions import EngineDeadError, UserError, VLLMValidationError
 from vllmx.sampling_params import RequestOutputKind
 
 PIECES = ("Hi", "a", "b", "\n", "garbage", "one ", "two", "th", "ree!")
@@ -174,6 +176,62 @@ def test_interrupted_call_leaves_nothing_behind(build):
     assert not llm.llm_engine.has_unfinished_requests()
     (output,) = llm.generate([A], SamplingParams(max_tokens=1), use_tqdm=False)
     assert output.prompt_token_ids == [A]
+
+
+def test_interrupted_step_does_not_spoil_the_same_prompt_later(build, monkeypatch):
+    llm = build(HI, prompt_len=40, worker__check=True, model__enforce_eager=True)
+    engine = llm.llm_engine
+    params = SamplingParams(max_tokens=3)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine_core.engine_core.model_executor, "execute_model", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[A] * 40], params, use_tqdm=False)
+    assert not engine.has_unfinished_requests()
+    (output,) = llm.generate([[A] * 40], params, use_tqdm=False)
+    assert output.outputs[0].token_ids == [HI, A, A]
+    assert output.num_cached_tokens == 0
+
+
+def test_interruption_between_two_answers_of_a_request_leaves_none(build, monkeypatch):
+    llm = build()
+    engine = llm.llm_engine
+    add = engine.engine_core.add_request
+
+    def interrupt_at_the_second(request):
+        add(request)
+        if request.request_id.startswith("1_"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.engine_core, "add_request", interrupt_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([A], SamplingParams(n=3, temperature=1.0), use_tqdm=False)
+    assert not engine.has_unfinished_requests()
+    assert engine.engine_core.engine_core.scheduler.get_request_counts() == (0, 0)
+
+
+def test_engine_that_is_let_go_of_frees_its_worker_at_once(build):
+    gc.disable()
+    try:
+        llm = build()
+        answer(llm, max_tokens=2)
+        worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+        freed = weakref.ref(worker)
+        del worker
+        del llm
+        assert freed() is None
+    finally:
+        gc.enable()
+
+
+def test_llm_shuts_down_at_the_end_of_its_with(build):
+    with build() as llm:
+        answer(llm, max_tokens=1)
+    with pytest.raises(EngineDeadError, match="has been shut down"):
+        answer(llm, max_tokens=1)
 
 
 def test_progress_goes_to_stderr_and_nothing_to_stdout(build, capsys):

@@ -85,29 +85,14 @@ def test_value_out_of_range_is_refused_with_its_name(name, value, message):
     assert caught.value.parameter == name
 
 
-WRONG_TYPES = [
-    None,
-    "1",
-    "",
-    b"1",
-    1.5,
-    [],
-    [1],
-    [None],
-    {},
-    {1: 2},
-    object(),
-    1j,
-    NAN,
-    SamplingType,
-]
+WRONG_TYPES = [None, "1", "", b"1", 1.5, [], [1], [None], {}, {1: 2}, object(), 1j, NAN, dict]
 
 
 @pytest.mark.parametrize("make", [SamplingParams, SamplingParams.from_optional])
 @pytest.mark.parametrize("value", WRONG_TYPES, ids=repr)
 def test_value_of_any_type_is_taken_or_refused_with_its_name(make, value):
     """Whatever the parameter: no AttributeError from inside, and no other parameter's name."""
-    names = signature(make).parameters
+    names = [name for name in signature(make).parameters if not name.startswith("_")]
     assert {"temperature", "stop", "logit_bias", "output_kind", "seed"} <= set(names)
     for name in names:
         try:
@@ -264,7 +249,7 @@ def test_logprobs_are_bounded_by_the_config(name, what):
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 def test_logprobs_are_bounded_by_the_vocabulary(name):
-    with pytest.raises(VLLMValidationError, match="logprobs of 51, .* max allowed: 50") as caught:
+    with pytest.raises(VLLMValidationError, match=r"logprobs of 51,.*: 50") as caught:
         verify(SamplingParams(**{name: 51}), vocab_size=50, max_logprobs=100)
     assert caught.value.parameter == name
     verify(SamplingParams(**{name: 50}), vocab_size=50, max_logprobs=100)

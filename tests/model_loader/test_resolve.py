@@ -42,6 +42,29 @@ def test_folder_is_resolved(config_for, folder) -> None:
     assert model.generation_config_dict == {}
 
 
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({}, ["./m"]),
+        ({"name": "short"}, ["short"]),
+        ({"served_model_name": ["one", "two"]}, ["one", "two"]),
+    ],
+)
+def test_served_name_is_as_given_although_the_path_becomes_absolute(
+    config_for, folder, tmp_path, monkeypatch, fields, names
+) -> None:
+    (folder() / "config.json").rename(tmp_path / "moved")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "moved").rename(tmp_path / "m" / "config.json")
+    monkeypatch.chdir(tmp_path)
+    config = config_for("./m")
+    for name, value in fields.items():
+        setattr(config.model_config, name, value)
+    resolve_model(config)
+    assert config.model_config.model == str(tmp_path / "m")
+    assert config.model_config.served_names == names
+
+
 def test_gguf_is_resolved_by_suffix_and_by_content(config_for, write_gguf, sizes) -> None:
     embed = {"token_embd.weight": np.zeros((10, 32), np.float32)}
     metadata = sizes | {"tokenizer.ggml.eos_token_id": 2}

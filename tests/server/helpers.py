@@ -289,18 +289,18 @@ def wait_until(condition: Any, seconds: float = 5.0) -> None:
         time.sleep(0.02)
 
 
-def engine_over(model_folder: Path, worker: str) -> AsyncLLM:
+def engine_over(model: Path | str, worker: str, name: str | None = MODEL) -> AsyncLLM:
     """An engine whose worker is `worker` of server.workers."""
     run = RunConfig()
-    run.model.model = str(model_folder)
-    run.model.name = MODEL
+    run.model.model = str(model)
+    run.model.name = name
     run.parallel.worker_cls = f"server.workers.{worker}"
     return AsyncLLM.from_vllm_config(finalize(run))
 
 
-def served(model_folder: Path, worker: str) -> Iterator[str]:
+def served(model: Path | str, worker: str, name: str | None = MODEL) -> Iterator[str]:
     """Serve that engine; yields the URL."""
-    engine = engine_over(model_folder, worker)
+    engine = engine_over(model, worker, name)
     app = build_app(engine, engine.vllm_config, ServerConfig())
     try:
         with running_server(app) as url:

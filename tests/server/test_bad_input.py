@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from server.helpers import (
+    HTTP,
     MODEL,
     EngineDouble,
     client,
@@ -265,6 +266,22 @@ def test_api_key_is_needed_for_the_api_alone(model_folder: Path) -> None:
         assert answer.choices[0].text
         with pytest.raises(openai.AuthenticationError):
             client(url, api_key="wrong").models.list()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+def test_body_beyond_the_limit_is_413(model_folder: Path, path: str) -> None:
+    engine = EngineDouble(model_folder)
+    fits = json.dumps({**BASE.get(path, {"prompt": "ab"}), "user": "x" * 900}).encode()
+    longer = fits + b" " * (1000 - len(fits) + 1)
+    app = build_app(engine, engine.vllm_config, ServerConfig(max_request_bytes=1000))
+    with running_server(app) as url:
+        assert post(url, path, fits).status_code == 200
+        error = error_of(post(url, path, longer), 413)
+        assert "1000 bytes of server.max_request_bytes" in error["message"]
+        pieces = (longer[i : i + 100] for i in range(0, len(longer), 100))  # no Content-Length
+        headers = {"content-type": "application/json"}
+        error_of(HTTP.post(url + path, content=pieces, headers=headers), 413)
+        assert post(url, path, fits).status_code == 200
 
 
 def test_prompt_of_text_needs_a_tokenizer(model_folder: Path) -> None:

@@ -41,8 +41,40 @@ def url(letters_url: str) -> str:
     return letters_url
 
 
+def test_model_given_by_a_relative_path_is_served_under_it(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model_folder.parent)
+    name = f"./{model_folder.name}"
+    for url in served(name, "LetterWorker", name=None):
+        assert [card["id"] for card in get(url + "/v1/models").json()["data"]] == [name]
+        answer = post(url, COMPLETIONS, {"model": name, "prompt": "ab", "max_tokens": 2})
+        assert answer.status_code == 200 and answer.json()["model"] == name
+        error_of(post(url, COMPLETIONS, {"model": str(model_folder), "prompt": "ab"}), 404)
+
+
 def test_letters_are_where_the_workers_think(model_folder: Path) -> None:
     assert ids("az") == [64, 89]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [65], "bad_words": ["b"]},
+        {"allowed_token_ids": [257], "min_tokens": 3},
+        {"allowed_token_ids": [65], "min_tokens": 1, "stop_token_ids": [65], "logit_bias": {65: 9}},
+    ],
+    ids=str,
+)
+def test_rules_that_leave_no_token_are_400(
+    url: str, path: str, streamed: bool, fields: dict[str, Any]
+) -> None:
+    prompt = {COMPLETIONS: {"prompt": "ab"}, CHAT: {"messages": [{"role": "user", "content": "a"}]}}
+    error = error_of(post(url, path, {**prompt[path], **fields, "stream": streamed}), 400)
+    assert "leave no token" in error["message"] and error["param"] == "allowed_token_ids"
+    assert post(url, path, {**prompt[path], "max_tokens": 2}).status_code == 200
 
 
 @pytest.mark.parametrize("start", range(0, 26, 5))

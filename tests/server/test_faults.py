@@ -187,6 +187,52 @@ def test_merged_streams_end_together_when_one_fails() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_merged_streams_are_closed_with_the_merged_one(count: int) -> None:
+    closed: list[int] = []
+
+    async def numbers(index: int) -> AsyncGenerator[int, None]:
+        try:
+            while True:
+                yield index
+                await asyncio.sleep(0)
+        finally:
+            closed.append(index)
+
+    async def run() -> None:
+        merged = merge_async_iterators(*map(numbers, range(count)))
+        seen = {(await anext(merged))[0] for _ in range(10)}
+        assert seen == set(range(count))
+        await merged.aclose()
+        assert sorted(closed) == list(range(count))
+
+    asyncio.run(run())
+
+
+@EVERY_PATH
+def test_requests_of_equal_id_are_told_apart(engine: EngineDouble, url: str, path: str) -> None:
+    engine.delay = 0.05
+    headers = {"X-Request-Id": "same"}
+    body = {**BODIES[path], "request_id": "same", "ignore_eos": True}
+
+    async def run() -> list[str]:
+        async with httpx.AsyncClient(timeout=20, headers=headers) as api:
+            long = asyncio.create_task(api.post(url + path, json={**body, "max_tokens": 40}))
+            short = asyncio.create_task(api.post(url + path, json={**body, "max_tokens": 20}))
+            while (await api.get(url + "/load")).json() != {"server_load": 2}:
+                assert not short.done()
+                await asyncio.sleep(0.02)
+            ids = [(await short).json()["id"]]
+            # Drain and /load still know of the other one.
+            assert (await api.get(url + "/load")).json() == {"server_load": 1}
+            return [*ids, (await long).json()["id"]]
+
+    first, second = asyncio.run(run())
+    assert first == second and first.endswith("-same")  # the client's own id comes back
+    assert len({request_id for _, _, request_id in engine.seen}) == 2
+    assert strict_json(get(url + "/load").text) == {"server_load": 0}
+
+
 def test_started_stream_that_is_never_read_still_closes() -> None:
     closed = []
 

@@ -71,6 +71,7 @@ class InprocClient(EngineCoreClient):
         self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
     ) -> None:
         self.engine_core = EngineCore(vllm_config, executor_class, log_stats)
+        self._alive = True
         self._failure: BaseException | None = None
 
     def get_output(self) -> EngineCoreOutputs:
@@ -83,15 +84,15 @@ class InprocClient(EngineCoreClient):
         try:
             outputs, _ = self.engine_core.step_fn()
         except BaseException as error:
-            self._failure = error
+            self._alive, self._failure = False, error
             if not isinstance(error, Exception):
                 self.engine_core.start_over()
-                self._failure = None
+                self._alive, self._failure = True, None
             raise
         return outputs.get(0) or EngineCoreOutputs()
 
     def _ensure_alive(self) -> None:
-        if self._failure is not None:
+        if not self._alive:
             raise _dead(self._failure)
 
     def add_request(self, request: EngineCoreRequest) -> None:
@@ -122,6 +123,7 @@ class InprocClient(EngineCoreClient):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Stop the workers; there is nobody to wait for."""
+        self._alive = False
         self.engine_core.shutdown()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllmx.config import DEFAULT_MAX_NUM_BATCHED_TOKENS
 from vllmx.core.kv_cache_interface import KVCacheConfig
 from vllmx.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
@@ -18,8 +19,6 @@ from vllmx.exceptions import UserError
 if TYPE_CHECKING:
     from vllmx.config import SchedulerConfig, VllmConfig
     from vllmx.core.interface import SchedulerInterface
-
-DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
 
 def resolve_scheduler_limits(vllm_config: VllmConfig) -> None:

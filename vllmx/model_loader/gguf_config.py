@@ -151,9 +151,9 @@ def _freq_factors(reader: GGUFReader) -> list[float]:
 
 
 def _gemma3(meta: Metadata, values: dict[str, Any]) -> dict[str, Any]:
-    scalar = float(values["head_dim"])
+    scalar = values["head_dim"]
     if values["num_hidden_layers"] == GEMMA3_27B_LAYERS:  # the one size that scales otherwise
-        scalar = values["hidden_size"] / values["num_attention_heads"]
+        scalar = values["hidden_size"] // values["num_attention_heads"]
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scalar,

@@ -49,17 +49,18 @@ def run(config: RunConfig, started: float) -> int:
 def measure_latency(config: RunConfig) -> dict[str, Any]:
     """Seconds that a batch of bench.batch_size requests takes, over bench.num_iters runs."""
     bench = config.bench
-    llm, params = _prepare(config)
-    prompts = random_prompts(config, llm, bench.batch_size)
+    params = bench_params(config)
+    with local.load(config) as llm:
+        prompts = random_prompts(config, llm, bench.batch_size)
 
-    def once() -> float:
-        start = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - start
+        def once() -> float:
+            start = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            return time.perf_counter() - start
 
-    for _ in _progress(range(bench.num_iters_warmup), "warm-up"):
-        once()
-    latencies = np.array([once() for _ in _progress(range(bench.num_iters), "measure")])
+        for _ in _progress(range(bench.num_iters_warmup), "warm-up"):
+            once()
+        latencies = np.array([once() for _ in _progress(range(bench.num_iters), "measure")])
     average = float(latencies.mean())
     rate = bench.batch_size * params.n * bench.output_len / average
     print(f"vllmx: avg latency {average:.3f} s, {rate:.1f} output tok/s", file=sys.stderr)
@@ -73,13 +74,14 @@ def measure_latency(config: RunConfig) -> dict[str, Any]:
 def measure_throughput(config: RunConfig) -> dict[str, Any]:
     """Requests and tokens a second when bench.num_prompts requests are there at once."""
     bench = config.bench
-    llm, params = _prepare(config)
-    prompts = random_prompts(config, llm, bench.num_prompts)
-    for _ in _progress(range(bench.num_iters_warmup), "warm-up"):
-        llm.generate(prompts[: config.scheduler.max_num_seqs], params, use_tqdm=False)
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=config.load.use_tqdm_on_load)
-    elapsed = time.perf_counter() - start
+    params = bench_params(config)
+    with local.load(config) as llm:
+        prompts = random_prompts(config, llm, bench.num_prompts)
+        for _ in _progress(range(bench.num_iters_warmup), "warm-up"):
+            llm.generate(prompts[: config.scheduler.max_num_seqs], params, use_tqdm=False)
+        start = time.perf_counter()
+        outputs = llm.generate(prompts, params, use_tqdm=config.load.use_tqdm_on_load)
+        elapsed = time.perf_counter() - start
     num_output = sum(len(part.token_ids) for output in outputs for part in output.outputs)
     total = num_output + sum(len(output.prompt_token_ids or ()) for output in outputs)
     print(
@@ -111,25 +113,21 @@ def bench_params(config: RunConfig) -> SamplingParams:
 
 
 def random_prompts(config: RunConfig, llm: LLM, number: int) -> list[dict[str, list[int]]]:
-    """`number` prompts of bench.input_len random token ids, the same for the same model.seed."""
-    vocab_size = llm.llm_engine.vllm_config.model_config.get_vocab_size()
-    rng = np.random.default_rng(config.model.seed)
-    high = min(LARGEST_TOKEN_ID, vocab_size)
-    ids = rng.integers(high, size=(number, config.bench.input_len))
-    return [{"prompt_token_ids": row} for row in ids.tolist()]
+    """`number` prompts of bench.input_len random token ids, the same for the same model.seed.
 
-
-def _prepare(config: RunConfig) -> tuple[LLM, SamplingParams]:
-    params = bench_params(config)
-    llm = local.load(config)
-    limit = llm.llm_engine.vllm_config.model_config.max_model_len
+    UserError if they and their outputs are longer than the engine allows.
+    """
+    limit = llm.model_config.max_model_len
     length = config.bench.input_len + config.bench.output_len
     if limit is not None and length > limit:
         raise UserError(
             f"bench.input_len + bench.output_len = {length} exceeds max_model_len = {limit}; "
             "lower one of them."
         )
-    return llm, params
+    rng = np.random.default_rng(config.model.seed)
+    high = min(LARGEST_TOKEN_ID, llm.model_config.get_vocab_size())
+    ids = rng.integers(high, size=(number, config.bench.input_len))
+    return [{"prompt_token_ids": row} for row in ids.tolist()]
 
 
 def _progress(items: range, text: str) -> Any:

@@ -6,13 +6,18 @@ A step is schedule, the null runner, update and output processing; the time is p
 
 from __future__ import annotations
 
-import copy
 import statistics
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllmx.config import RunConfig, VllmConfig, finalize
+from vllmx.config import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
+    RunConfig,
+    VllmConfig,
+    finalize,
+)
 from vllmx.engine import EngineCoreRequest
 from vllmx.engine.core import EngineCore
 from vllmx.engine.executor import Executor
@@ -23,7 +28,6 @@ if TYPE_CHECKING:
     from vllmx.model_loader.tokenizer import Tokenizer
 
 NULL_WORKER = "vllmx.worker.null_runner.NullWorker"
-BLOCK_SIZE = 16
 
 
 def measure_overhead(config: RunConfig) -> dict[str, Any]:
@@ -51,7 +55,7 @@ def _tokenizer(config: RunConfig) -> Tokenizer | None:
     from vllmx.model_loader.resolve import resolve_model
     from vllmx.model_loader.tokenizer import get_tokenizer
 
-    vllm_config = finalize(copy.deepcopy(config))
+    vllm_config = finalize(config)
     resolve_model(vllm_config)
     return get_tokenizer(vllm_config)
 
@@ -59,19 +63,20 @@ def _tokenizer(config: RunConfig) -> Tokenizer | None:
 def null_config(config: RunConfig) -> VllmConfig:
     """The scheduler and cache of `config` over the null worker, with room for every request."""
     bench = config.bench
-    vllm_config = finalize(copy.deepcopy(config))
+    vllm_config = finalize(config)
     vllm_config.parallel_config.worker_cls = NULL_WORKER
     vllm_config.model_config.max_model_len_pinned = True
     scheduler = vllm_config.scheduler_config
     scheduler.max_num_seqs = max(scheduler.max_num_seqs, bench.batch_size)
-    budget = max(scheduler.max_num_batched_tokens or 0, scheduler.max_num_seqs)
+    budget = scheduler.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS
+    budget = max(budget, scheduler.max_num_seqs)
     scheduler.max_num_batched_tokens = budget
     # The first requests decode while the last ones still prefill.
     prefill_steps = bench.batch_size * (bench.input_len + 1) // budget + 2
     length = bench.input_len + bench.output_len + 2 * prefill_steps
     vllm_config.model_config.max_model_len = length
     cache = vllm_config.cache_config
-    block_size = cache.block_size or BLOCK_SIZE
+    block_size = cache.block_size or DEFAULT_BLOCK_SIZE
     cache.num_gpu_blocks_override = bench.batch_size * (length // block_size + 2) + 1
     return vllm_config
 
@@ -82,8 +87,10 @@ def _measure(config: RunConfig, tokenizer: Tokenizer | None) -> float:
     runs = []
     for _ in range(config.bench.num_iters_warmup + config.bench.num_iters):
         core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
-        seconds = _decode(core, OutputProcessor(tokenizer, log_stats=False), config)
-        core.shutdown()
+        try:
+            seconds = _decode(core, OutputProcessor(tokenizer, log_stats=False), config)
+        finally:
+            core.shutdown()
         runs.append(seconds / config.bench.output_len / config.bench.batch_size * 1e6)
     return statistics.median(runs[config.bench.num_iters_warmup :])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllmx.config import RunConfig
@@ -31,11 +32,11 @@ def run(config: RunConfig, started: float) -> int:
     elif config.prompt is not None:
         prompts.text_item("prompt", config.prompt)
         messages = [{"role": "user", "content": config.prompt}]
-    answer = _on_server(config, fields) if config.server.url else _here(config, fields)
-    if messages is not None:
-        show(answer(messages))
-    else:
-        converse(answer, sys.stdin.isatty())
+    with (_on_server if config.server.url else _here)(config, fields) as answer:
+        if messages is not None:
+            show(answer(messages))
+        else:
+            converse(answer, sys.stdin.isatty())
     return 0
 
 
@@ -84,18 +85,20 @@ def connect(config: RunConfig) -> Client:
     return Client(config.server.url, config.server.api_key, model)
 
 
-def _on_server(config: RunConfig, fields: dict[str, Any]) -> Answerer:
+@contextmanager
+def _on_server(config: RunConfig, fields: dict[str, Any]) -> Iterator[Answerer]:
     client = connect(config)
-    return lambda messages: client.chat(messages, fields)
+    yield lambda messages: client.chat(messages, fields)
 
 
-def _here(config: RunConfig, fields: dict[str, Any]) -> Answerer:
-    llm = local.load(config)
-    params = sampling_params(llm.get_default_sampling_params(), {"max_tokens": None, **fields})
+@contextmanager
+def _here(config: RunConfig, fields: dict[str, Any]) -> Iterator[Answerer]:
+    with local.load(config) as llm:
+        params = sampling_params(llm.get_default_sampling_params(), {"max_tokens": None, **fields})
 
-    def answer(messages: Messages) -> Iterator[str]:
-        prompt = local.chat_prompt(llm, messages)
-        for output in local.stream(llm, [(prompt, params)], ["chat"]):
-            yield output.outputs[0].text
+        def answer(messages: Messages) -> Iterator[str]:
+            prompt = local.chat_prompt(llm, messages)
+            for output in local.stream(llm, [(prompt, params)], ["chat"]):
+                yield output.outputs[0].text
 
-    return answer
+        yield answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from vllmx.config import RunConfig
@@ -12,6 +13,8 @@ from vllmx.exceptions import UserError
 from vllmx.tasks import local, prompts
 from vllmx.tasks.chat import ask, connect, show
 from vllmx.tasks.sampling import check_shown, given, sampling_params
+
+Completer = Callable[[str], Iterator[str]]
 
 
 def run(config: RunConfig, started: float) -> int:
@@ -22,23 +25,25 @@ def run(config: RunConfig, started: float) -> int:
         raise UserError("sampling.n: `complete` shows one continuation; `generate` shows several.")
     if config.prompt is not None:
         prompts.text_item("prompt", config.prompt)
-    complete = _on_server(config, fields) if config.server.url else _here(config, fields)
-    for text in [config.prompt] if config.prompt is not None else ask(sys.stdin.isatty()):
-        show(complete(text))
+    with (_on_server if config.server.url else _here)(config, fields) as complete:
+        for text in [config.prompt] if config.prompt is not None else ask(sys.stdin.isatty()):
+            show(complete(text))
     return 0
 
 
-def _on_server(config: RunConfig, fields: dict[str, Any]) -> Callable[[str], Iterator[str]]:
+@contextmanager
+def _on_server(config: RunConfig, fields: dict[str, Any]) -> Iterator[Completer]:
     client = connect(config)
-    return lambda text: client.complete(text, fields)
+    yield lambda text: client.complete(text, fields)
 
 
-def _here(config: RunConfig, fields: dict[str, Any]) -> Callable[[str], Iterator[str]]:
-    llm = local.load(config)
-    params = sampling_params(llm.get_default_sampling_params(), fields)
+@contextmanager
+def _here(config: RunConfig, fields: dict[str, Any]) -> Iterator[Completer]:
+    with local.load(config) as llm:
+        params = sampling_params(llm.get_default_sampling_params(), fields)
 
-    def complete(text: str) -> Iterator[str]:
-        for output in local.stream(llm, [(text, params)], ["prompt"]):
-            yield output.outputs[0].text
+        def complete(text: str) -> Iterator[str]:
+            for output in local.stream(llm, [(text, params)], ["prompt"]):
+                yield output.outputs[0].text
 
-    return complete
+        yield complete

@@ -17,6 +17,7 @@ from vllmx.tasks.sampling import check_shown, given, sampling_params
 if TYPE_CHECKING:
     from vllmx.entrypoints.llm import LLM
     from vllmx.outputs import RequestOutput
+    from vllmx.sampling_params import SamplingParams
 
 
 @dataclass
@@ -83,23 +84,31 @@ def run(config: RunConfig, started: float) -> int:
     fields = given(config.sampling)
     check_shown(fields, config.output)
     items = prompts.items(config)
-    llm = local.load(config)
-    params = sampling_params(llm.get_default_sampling_params(), fields)
-    requests = [(_prompt(llm, item), params) for item in items]
-    timing = Timing(started)
-    answers = [Answer.empty(item, params.n) for item in items]
-    shown = _Printer(config.output, answers)
-    bar = _progress(len(items))
-    for output in local.stream(llm, requests, [item.where for item in items]):
-        answer = answers[int(output.request_id)]
-        tokens = answer.add(output)
-        timing.add(tokens)
-        bar.update(tokens)
-        bar.set_postfix_str(f"{sum(a.finished for a in answers)}/{len(answers)} prompts", False)
-        shown.show()
-    bar.close()
+    with local.load(config) as llm:
+        params = sampling_params(llm.get_default_sampling_params(), fields)
+        timing = Timing(started)
+        answers = [Answer.empty(item, params.n) for item in items]
+        _answer(llm, answers, params, timing, config.output)
     print(timing.report(sum(a.num_prompt_tokens for a in answers)), file=sys.stderr)
     return 0
+
+
+def _answer(
+    llm: LLM, answers: list[Answer], params: SamplingParams, timing: Timing, form: str
+) -> None:
+    """Fill the answers in, and show each as soon as it is its turn."""
+    requests = [(_prompt(llm, answer.item), params) for answer in answers]
+    shown = _Printer(form, answers)
+    num_finished = 0
+    with _progress(len(answers)) as bar:
+        for output in local.stream(llm, requests, [answer.item.where for answer in answers]):
+            tokens = answers[int(output.request_id)].add(output)
+            timing.add(tokens)
+            bar.update(tokens)
+            if output.finished:
+                num_finished += 1
+                bar.set_postfix_str(f"{num_finished}/{len(answers)} prompts", False)
+            shown.show()
 
 
 def _prompt(llm: LLM, item: Item) -> Any:

@@ -62,7 +62,10 @@ class Client:
                 if "error" in event:
                     raise UserError(f"{self.base}{path}: {_message(data)}")
                 for choice in event.get("choices", []):
-                    yield text_of(choice) or ""
+                    text = text_of(choice) or ""
+                    if not isinstance(text, str):
+                        raise TypeError(f"{text!r} in place of a text")
+                    yield text
         raise UserError(f"{self.base}{path}: the answer broke off before its end.")
 
     def _open(self, path: str, body: dict[str, Any] | None) -> Any:

@@ -68,13 +68,17 @@ def _show_model(vllm_config: VllmConfig) -> dict[str, OpChoice]:
     _show_device(vllm_config)
     worker = Worker(vllm_config)
     worker.init_device()
-    worker.load_model()
     runner = worker.model_runner
+    try:
+        worker.load_model()
+        formats = weight_formats(runner.model)
+    finally:
+        worker.shutdown()
     config = vllm_config.model_config
     print(f"model {config.model}")
     print(f"    architecture {', '.join(config.hf_config.architectures)}")
     print(f"    max_model_len {config.max_model_len}, activations in {runner.ops.dtype}")
-    for name, (layers, nbytes) in weight_formats(runner.model).items():
+    for name, (layers, nbytes) in formats.items():
         print(f"    weights of {layers} layers: {name}, {nbytes / 2**20:.1f} MiB")
     return runner.ops.choices
 

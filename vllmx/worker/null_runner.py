@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vllmx.config import DEFAULT_BLOCK_SIZE
 from vllmx.core.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -253,7 +254,7 @@ class NullWorker:
         """The layers it pretends to have."""
         if self.kv_cache_spec is None:
             spec = FullAttentionSpec(
-                block_size=self.vllm_config.cache_config.block_size or 16,
+                block_size=self.vllm_config.cache_config.block_size or DEFAULT_BLOCK_SIZE,
                 num_kv_heads=1,
                 head_size=1,
                 dtype="float32",

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A setting either does something or is refused, and checking it changes nothing."""
+
+import ast
+import copy
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+import vllmx
+from vllmx.cli_args import fields
+from vllmx.config import DEFAULT_BLOCK_SIZE, ENGINE_NODES, NOT_BUILT, RunConfig, finalize
+from vllmx.exceptions import UserError
+
+# Refused, or without an effect, by what they are: one device, and no graphs.
+ACCEPTED = {
+    "model.enforce_eager",
+    "parallel.tensor_parallel_size",
+    "parallel.pipeline_parallel_size",
+    "parallel.data_parallel_size",
+}
+OTHER = {
+    "model.use_fp64_gumbel": True,
+    "scheduler.prefill_schedule_interval": 2,
+    "cache.mamba_block_size": 16,
+    "cache.mamba_cache_dtype": "float32",
+    "cache.mamba_ssm_cache_dtype": "float32",
+    "compilation.cudagraph_mode": "FULL",
+    "compilation.cudagraph_capture_sizes": [1, 2],
+}
+
+
+def run_with(key: str, value: object) -> RunConfig:
+    run = RunConfig()
+    node, _, name = key.partition(".")
+    setattr(getattr(run, node), name, value)
+    return run
+
+
+def names_read() -> set[str]:
+    """Every name after a dot in vllmx, but for the schema itself."""
+    package = Path(vllmx.__file__).parent
+    names: set[str] = set()
+    for path in package.rglob("*.py"):
+        if path != package / "config.py":
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return names
+
+
+def test_every_setting_of_the_engine_is_read_or_refused() -> None:
+    read = names_read()
+    unread = {
+        key
+        for key in fields()
+        if key.partition(".")[0] in ENGINE_NODES and key.partition(".")[2] not in {"", *read}
+    }
+    assert {key for key in unread if key.count(".") == 1} <= ACCEPTED | set(NOT_BUILT)
+
+
+def test_what_is_not_built_is_refused_by_name_with_the_cure() -> None:
+    assert set(OTHER) == set(NOT_BUILT)
+    for key, value in OTHER.items():
+        with pytest.raises(UserError, match=f"{key}=.* is not built yet; leave it unset"):
+            finalize(run_with(key, value))
+        for without in NOT_BUILT[key]:
+            finalize(run_with(key, without))
+
+
+def test_defaults_are_values_that_need_nothing_unbuilt() -> None:
+    finalize(RunConfig())
+    assert all(
+        getattr(getattr(RunConfig(), key.partition(".")[0]), key.partition(".")[2]) in values
+        for key, values in NOT_BUILT.items()
+    )
+
+
+def test_eager_is_accepted_as_that_is_all_there_is() -> None:
+    assert finalize(run_with("model.enforce_eager", True)).model_config.enforce_eager
+
+
+def test_finalize_leaves_the_run_alone_and_shares_nothing_with_it() -> None:
+    run = RunConfig()
+    run.model.hf_overrides = {"a": {"b": 1}}
+    before = copy.deepcopy(run)
+    first, second = finalize(run), finalize(run)
+    assert run == before
+    assert first.cache_config.block_size == DEFAULT_BLOCK_SIZE
+    first.model_config.hf_overrides["a"]["b"] = 2
+    for name in ENGINE_NODES.values():
+        node = getattr(first, name)
+        for field in dataclasses.fields(node):
+            setattr(node, field.name, "changed")
+    assert run == before
+    assert second.model_config.hf_overrides == {"a": {"b": 1}}
