@@ -91,11 +91,11 @@ def test_switches() -> None:
 
 def test_lists_end_at_the_next_flag_or_override() -> None:
     run = composed(
-        *["serve", "--served-model-name", "a", "b=c"],
-        *["--cudagraph-capture-sizes", "1", "2", "scheduler.max_num_seqs=3"],
+        *["generate", "--served-model-name", "a", "b=c"],
+        *["--stop-token-ids", "1", "2", "scheduler.max_num_seqs=3"],
     )
     assert run.model.served_model_name == ["a", "b=c"]
-    assert run.compilation.cudagraph_capture_sizes == [1, 2]
+    assert run.sampling.stop_token_ids == [1, 2]
     assert run.scheduler.max_num_seqs == 3
 
 
@@ -104,8 +104,8 @@ def test_json_flags_whole_and_dotted() -> None:
     assert run.model.hf_overrides == {"a": 1, "b": {"c": "x"}}
     run = composed("serve", "-cc.cudagraph_mode", "NONE")
     assert run.compilation.cudagraph_mode == "NONE"
-    run = composed("serve", "--compilation-config", '{"cudagraph_capture_sizes": [1]}')
-    assert run.compilation.cudagraph_capture_sizes == [1]
+    run = composed("serve", "--compilation-config", '{"cudagraph_capture_sizes": []}')
+    assert run.compilation.cudagraph_capture_sizes == []
 
 
 def test_open_mappings_take_new_keys_as_overrides() -> None:

@@ -2,6 +2,7 @@
 """What a process does before there is an engine: fast, without torch, and quiet at its end."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +10,10 @@ import time
 
 import pytest
 
+VLLMX = [sys.executable, "-m", "vllmx"]
 CLI = [sys.executable, "-X", "importtime", "-m", "vllmx"]
+ATTEMPTS = 3
+"""The best counts: other processes share the machine."""
 HEAVY = ("torch", "transformers", "gguf", "fastapi", "uvicorn", "openai", "triton")
 
 
@@ -19,17 +23,21 @@ def imported(stderr: str) -> set[str]:
     return {row.split(".")[0] for row in rows}
 
 
-@pytest.mark.parametrize(
+ANSWERS = pytest.mark.parametrize(
     ("argv", "code"),
     [
         (["--help"], 0),
         (["generate", "--help"], 0),
         (["serve", "smollm2-135m", "--cfg", "job"], 0),
         (["generate", "scheduler.max_num_seq=1"], 2),
+        (["generate", "scheduler.max_num_seqs=none"], 2),
         (["generate", "smollm2-135m", "--prompt", "x", "--temperature", "-1"], 2),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else str(v),
 )
+
+
+@ANSWERS
 def test_answers_without_torch(argv: list[str], code: int) -> None:
     result = subprocess.run([*CLI, *argv], capture_output=True, text=True, timeout=60)
     assert result.returncode == code, result.stderr[-500:]
@@ -39,6 +47,19 @@ def test_answers_without_torch(argv: list[str], code: int) -> None:
         assert "hydra" not in imported(result.stderr)
 
 
+@ANSWERS
+def test_answers_in_half_a_second(argv: list[str], code: int) -> None:
+    best = float("inf")
+    for _ in range(ATTEMPTS):
+        start = time.monotonic()
+        result = subprocess.run([*VLLMX, *argv], capture_output=True, timeout=60)
+        best = min(best, time.monotonic() - start)
+        assert result.returncode == code
+        if best < 0.5:
+            return
+    raise AssertionError(f"{best:.2f} s")
+
+
 def test_core_and_front_end_import_without_torch() -> None:
     modules = ["config", "request", "sampling_params", "core.scheduler", "core.kv_cache_manager"]
     code = "import sys, " + ", ".join(f"vllmx.{name}" for name in modules)
@@ -46,15 +67,44 @@ def test_core_and_front_end_import_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_generate_path_imports_neither_gguf_nor_transformers() -> None:
-    modules = "vllmx.tasks.generate, vllmx.entrypoints.llm, vllmx.worker.gpu_worker, "
-    modules += "vllmx.model_loader.weights, vllmx.models.llama"
-    code = f"import sys, {modules}; print(sorted(m for m in sys.modules if '.' not in m))"
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
-    )
-    for name in ("gguf", "transformers", "fastapi", "openai"):
-        assert f"'{name}'" not in result.stdout
+def generate(model: str, *interpreter: str) -> subprocess.CompletedProcess:
+    """Answer a prompt with a real model in a new process, with threads as by default.
+
+    The last line of stderr is the peak of its resident memory in KiB. A small process in between
+    asks for it: one that a large process has started counts that one's pages as its own.
+    """
+    ask = "import resource, subprocess, sys; code = subprocess.call(sys.argv[1:]);"
+    ask += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr);"
+    ask += "sys.exit(code)"
+    argv = ["generate", model, "--prompt", "The capital of France is", "--temperature", "0"]
+    command = [sys.executable, "-c", ask, sys.executable, *interpreter, "-m", "vllmx", *argv]
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "TRITON_INTERPRET")}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=250, env=env)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.strip()
+    return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["smollm2-135m", "gemma3-270m"])
+def test_generate_imports_only_what_it_needs(model: str) -> None:
+    packages = imported(generate(model, "-X", "importtime").stderr)
+    assert {"vllmx", "torch", "tokenizers"} <= packages
+    assert not packages & {"gguf", "transformers", "fastapi", "uvicorn", "openai", "pytest"}
+
+
+@pytest.mark.slow
+def test_first_token_comes_within_6_s_in_less_than_1_3_gb() -> None:
+    seconds = float("inf")
+    for _ in range(ATTEMPTS):
+        *_, summary, peak = generate("smollm2-135m").stderr.splitlines()
+        assert int(peak) * 1024 < 1.3e9
+        found = re.search(r"first token (\d+\.\d+) s after start", summary)
+        assert found, summary
+        seconds = min(seconds, float(found[1]))
+        if seconds <= 6.0:
+            return
+    raise AssertionError(f"{seconds} s")
 
 
 def test_closed_stdout_is_quiet() -> None:

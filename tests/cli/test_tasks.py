@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each command with a tiny model in this process: what goes to stdout, to stderr and to a file."""
 
+import gc
 import io
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,47 @@ def test_sweep_runs_in_one_process_with_labels(output, tiny) -> None:
     assert "run 2/2: scheduler.max_num_seqs=8" in output.err
 
 
+SMALL = ["--input-len=4", "--output-len=3", "--num-iters=1", "--num-iters-warmup=0"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["generate", "--prompt", "ab", *GREEDY], 0),
+        (["generate", "--prompt", "x" * 300], 2),
+        (["chat", "--prompt", "ab", *GREEDY], 0),
+        (["complete", "--prompt", "ab", *GREEDY], 0),
+        (["bench", "latency", "--batch-size=2", *SMALL], 0),
+        (["bench", "throughput", "--num-prompts=2", *SMALL], 0),
+        (["bench", "latency", "--input-len=250", "--output-len=10"], 2),
+        (["info"], 0),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else str(value),
+)
+def test_run_of_a_sweep_has_let_go_of_its_model_before_the_next(
+    output, tiny, argv, code, monkeypatch
+) -> None:
+    from vllmx.worker import model_runner
+
+    models: list[weakref.ref] = []
+    load_model = model_runner.load_model
+
+    def load(*args):
+        assert all(model() is None for model in models), "two models at a time"
+        model = load_model(*args)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(model_runner, "load_model", load)
+    gc.disable()
+    try:
+        output.of(argv[0], *tiny, *argv[1:], "-m", "scheduler.max_num_seqs=4,8", code=code)
+        assert len(models) == (2 if code == 0 else 1)
+        assert all(model() is None for model in models)
+    finally:
+        gc.enable()
+
+
 def test_chat_answers_a_file_a_prompt_and_lines(output, tiny, stdin, tmp_path: Path) -> None:
     path = tmp_path / "messages.json"
     path.write_text('[{"role": "user", "content": "hello"}]')
@@ -156,7 +199,19 @@ def test_bench_overhead_with_and_without_detokenizing(output, tiny_model: str) -
     assert result["us_per_request_step"]["detokenize"] is None
     result = json.loads(output.of("bench", "overhead", tiny_model, *small))
     assert result["num_running"] == 8 and result["num_steps"] == 6
-    assert all(0 < value < 1e6 for value in result["us_per_request_step"].values())
+    assert all(value > 0 for value in result["us_per_request_step"].values())
+
+
+def test_overhead_of_64_running_requests_is_at_most_15_us_each_a_step(output, tiny_model) -> None:
+    argv = ["--batch-size=64", "--output-len=64", "--num-iters=1", "--num-iters-warmup=0"]
+    best = {"no_detokenize": float("inf"), "detokenize": float("inf")}
+    for _ in range(5):  # the best counts: other processes share the machine
+        result = json.loads(output.of("bench", "overhead", tiny_model, *argv))
+        for name, value in result["us_per_request_step"].items():
+            best[name] = min(best[name], value)
+        if max(best.values()) <= 15:
+            return
+    raise AssertionError(best)
 
 
 def test_bench_overhead_counts_steps_in_which_all_requests_run(output) -> None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllmx.engine import EngineCoreRequest
-from vllmx.engine.core_client import AsyncThreadClient, EngineCoreClient
+from vllmx.engine.core_client import AsyncThreadClient
 from vllmx.engine.executor import Executor
 from vllmx.engine.front import EngineFront, fan_out, make_logger_manager
 from vllmx.engine.input_processor import PromptType
@@ -53,15 +53,7 @@ class AsyncLLM(EngineFront):
         """
         super().__init__(vllm_config, log_stats)
         self.log_requests = log_requests
-        client = EngineCoreClient.make_client(
-            multiprocess_mode=False,
-            asyncio_mode=True,
-            vllm_config=vllm_config,
-            executor_class=executor_class,
-            log_stats=log_stats,
-        )
-        assert isinstance(client, AsyncThreadClient)
-        self.engine_core = client
+        self.engine_core = AsyncThreadClient(vllm_config, executor_class, log_stats)
         self.logger_manager = make_logger_manager(vllm_config, log_stats, stat_loggers)
         self.output_handler: asyncio.Task[None] | None = None
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllmx.engine import EngineCoreRequest
-from vllmx.engine.core_client import EngineCoreClient, InprocClient
+from vllmx.engine.core_client import InprocClient
 from vllmx.engine.executor import Executor
 from vllmx.engine.front import EngineFront, fan_out, make_logger_manager
 from vllmx.engine.input_processor import PromptType
@@ -36,15 +36,7 @@ class LLMEngine(EngineFront):
     ) -> None:
         """Finds the model and loads it. Raises UserError for what the config or the model lacks."""
         super().__init__(vllm_config, log_stats)
-        client = EngineCoreClient.make_client(
-            multiprocess_mode=False,
-            asyncio_mode=False,
-            vllm_config=vllm_config,
-            executor_class=executor_class,
-            log_stats=log_stats,
-        )
-        assert isinstance(client, InprocClient)
-        self.engine_core = client
+        self.engine_core = InprocClient(vllm_config, executor_class, log_stats)
         self.logger_manager = make_logger_manager(vllm_config, log_stats, stat_loggers)
         self._last_log_time = time.monotonic()
 
