@@ -6,7 +6,7 @@ import nox
 nox.needs_version = ">=2024.10"
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["lint", "tests"]
+nox.options.sessions = ["lint", "types", "tests"]
 
 DEMO_PROMPT = "The capital of France is"
 
@@ -40,7 +40,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Check the annotations of vllmx with mypy."""
-    session.install("-e", ".", "mypy>=1.15", "types-PyYAML", "types-tqdm")
+    session.install("-e", ".", "mypy>=1.15,<3", "types-PyYAML", "types-tqdm")
     session.run("mypy")
 
 

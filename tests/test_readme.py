@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)( \w+)?\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-# What makes the very environment that the tests run in; .ci/run runs these on a fresh machine.
+# What makes the very environment that the tests run in.
 SET_UP = {
     "pip install nox && nox -s demo",
     "nox -s tests",
@@ -53,7 +53,8 @@ def test_command_runs(command: str) -> None:
         assert result.stdout.startswith(" Paris.")
 
 
-def test_set_up_commands_are_those_of_ci_and_noxfile() -> None:
+def test_set_up_commands_name_sessions_that_ci_runs() -> None:
+    """Compared as text: they make environments, so .ci/run executes the sessions themselves."""
     assert set(lines("")) >= SET_UP
     noxfile = (ROOT / "noxfile.py").read_text()
     ci = (ROOT / ".ci" / "run").read_text()

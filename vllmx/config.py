@@ -104,7 +104,8 @@ class ModelConfig:
 
     # Filled by vllmx.model_loader.resolve once the checkpoint's metadata has been read.
     if TYPE_CHECKING:
-        hf_config: HFConfig
+        hf_config: HFConfig = field(init=False)
+        generation_config_dict: dict[str, Any] | None = field(init=False)
     generation_config_dict = None
     max_model_len_pinned = True
 

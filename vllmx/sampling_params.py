@@ -510,14 +510,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             "min_tokens": self._all_stop_token_ids if self.min_tokens else set(),
         }
         banned = set().union(*banned_by.values())
-        if len(banned) < vocab_size if allowed is None else allowed - banned:
+        num_left = vocab_size - len(banned) if allowed is None else len(allowed - banned)
+        if num_left > 0:
             return
         names = [name for name, ids in banned_by.items() if ids]
         if allowed is not None:
             names.insert(0, "allowed_token_ids")
         raise VLLMValidationError(
-            f"{', '.join(names)} together leave no token that may be generated; end and stop tokens "
-            "don't count before min_tokens.",
+            f"{', '.join(names)} together leave no token that may be generated (before "
+            "min_tokens, end and stop tokens may not).",
             parameter=names[0],
             value=self.allowed_token_ids,
         )

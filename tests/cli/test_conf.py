@@ -2,6 +2,7 @@
 """conf/ composes in every combination and fits the schema."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import yaml
@@ -76,12 +77,17 @@ def test_named_models_are_pinned() -> None:
         assert len(model.source.sha256) == 64 and model.source.license
 
 
-def test_composing_leaves_a_surrounding_hydra_alone() -> None:
+def test_composing_leaves_a_surrounding_hydra_alone(tmp_path: Path) -> None:
     from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
 
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        compose_run(["scheduler=latency"])
-        assert compose("config").scheduler.max_num_seqs == RunConfig().scheduler.max_num_seqs
+    (tmp_path / "config.yaml").write_text("defaults: [outer_schema, _self_]\nsize: 3\n")
+    ConfigStore.instance().store(name="outer_schema", node={"size": 1, "name": "outer"})
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        assert compose_run(["scheduler=latency"]).scheduler.max_num_seqs == 8
+        composed = compose("config", ["hydra.verbose=true"], return_hydra_config=True)
+    assert (composed.size, composed.name) == (3, "outer")
+    assert composed.hydra.launcher._target_.endswith("BasicLauncher")
 
 
 def test_precedence_of_groups_is_stable() -> None:

@@ -3,7 +3,6 @@
 
 import asyncio
 import random
-import threading
 
 import pytest
 from front_helpers import make_async_llm, piece_tokenizer, vllm_config
@@ -323,7 +322,7 @@ def test_shutdown_inside_the_loop_and_twice(build):
 
     run(main())
     engine.shutdown()
-    assert not any(thread.name == "EngineCore" for thread in threading.enumerate())
+    assert not engine.engine_core._thread.is_alive()
 
 
 def test_shutdown_with_time_lets_requests_finish(build):

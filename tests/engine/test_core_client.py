@@ -258,9 +258,12 @@ def test_outputs_for_a_loop_that_has_stopped_reach_the_next_one():
 
 
 def test_failed_start_is_raised_where_the_client_is_made():
+    before = set(threading.enumerate())
     with pytest.raises(UserError, match="999"):
         make_client(num_blocks=5, max_model_len=999)
-    assert not any(thread.name == "EngineCore" for thread in threading.enumerate())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
 
 
 # ---------------------------------------------------------------- shutdown

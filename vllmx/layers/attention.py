@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from vllmx.attention.backend import AttentionBackend
@@ -93,7 +95,7 @@ class Attention(nn.Module):
         block_size = vllm_config.cache_config.block_size
         assert block_size is not None
         dtype = str(self.kv_cache_dtype).removeprefix("torch.")
-        common = {
+        common: dict[str, Any] = {
             "block_size": block_size,
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_size,

@@ -148,6 +148,7 @@ class LlamaForCausalLM(nn.Module):
     """Llama with its output head."""
 
     hf_to_vllm_mapper = LLAMA_MAPPER
+    model: Any  # a family that derives from this one has a decoder of its own
 
     def __init__(self, *, vllm_config: VllmConfig, ops: OpTable, prefix: str = "") -> None:
         super().__init__()

@@ -56,7 +56,7 @@ class LogitBiasState:
                 kept = row[rule.allowed]
                 row.fill_(float("-inf"))
                 row[rule.allowed] = kept
-            if rule.bias_ids is not None:
+            if rule.bias_ids is not None and rule.biases is not None:
                 row[rule.bias_ids] += rule.biases
             # The token to come is number positions[i] + 1, counted from 0.
             if rule.stops is not None and positions[i] + 1 < rule.min_len:
