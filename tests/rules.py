@@ -209,6 +209,15 @@ def no_heavy_package(source: Source) -> Iterator[Breach]:
             yield line, f"vllmx must not import {name}"
 
 
+def oracles_alone(source: Source) -> Iterator[Breach]:
+    """What is compared with vllmx shares nothing with it."""
+    if not source.path.startswith("oracles/"):
+        return
+    for line, name, _ in imports(source):
+        if name.split(".")[0] in ("vllmx", "parity", "tests"):
+            yield line, f"an oracle must not import {name}"
+
+
 def layers(source: Source) -> Iterator[Breach]:
     """Imports point down the rows of LAYERS."""
     if not source.in_vllmx or source.module == "__init__":
@@ -274,6 +283,7 @@ RULES: list[Callable[[Source], Iterator[Breach]]] = [
     hydra_in_one_file,
     core_without_torch,
     no_heavy_package,
+    oracles_alone,
     layers,
     no_marks,
 ]

@@ -30,6 +30,7 @@ BAD = [
     (rules.hydra_in_one_file, "vllmx/cli.py", "def f():\n    from omegaconf import DictConfig\n"),
     (rules.core_without_torch, "vllmx/core/x.py", "def f():\n    import torch.nn\n"),
     (rules.no_heavy_package, "vllmx/x.py", "from transformers import AutoTokenizer\n"),
+    (rules.oracles_alone, "oracles/x.py", "from vllmx.models import hf_config\n"),
     (rules.layers, "vllmx/layers/linear.py", "from vllmx.entrypoints import llm\n"),
     (rules.layers, "vllmx/core/x.py", "from vllmx.layers import linear\n"),
     (rules.layers, "vllmx/config.py", "from vllmx.layers import linear\n"),

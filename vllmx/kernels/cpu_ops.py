@@ -124,8 +124,7 @@ def _rotary_embedding(
 def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tensor:
     """x * (cos, cos) + (second, first) * (-sin, sin): whole rows, so that no copy is strided."""
     heads = x.view(x.shape[0], -1, head_size)
-    first, second = heads.chunk(2, dim=-1)
-    swapped = torch.cat((second, first), dim=-1)
+    swapped = heads.roll(head_size // 2, dims=-1)
     return swapped.mul_(sin).addcmul_(heads, cos).view(x.shape)
 
 

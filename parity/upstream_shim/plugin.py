@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pytest plugin of the child process: installs the map and writes a JSON line for each test."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .finder import install
+from .mapping import load_map
+from .placeholder import MissingSymbol, Phase
+
+UPSTREAM = load_map(Path(os.environ["UPSTREAM_MAP"]))
+ROWS = Path(os.environ["UPSTREAM_ROWS"])
+UNEXPECTED = re.compile(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'")
+MARKS = ("slow_test", "skip_global_cleanup", "cpu_test", "optional", "distributed", "asyncio")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Install the map before any test file is imported."""
+    for mark in MARKS:
+        config.addinivalue_line("markers", f"{mark}: of upstream")
+    install(UPSTREAM)
+
+
+def write(nodeid: str, status: str, reason: str = "", symbol: str = "") -> None:
+    """Append one row."""
+    row = {"id": nodeid, "status": status, "reason": reason, "symbol": symbol}
+    with ROWS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take the deselected tests out, each with its reason."""
+    kept = []
+    for item in items:
+        reason = UPSTREAM.deselected(item.nodeid)
+        if reason is None:
+            kept.append(item)
+        else:
+            write(item.nodeid, "deselected", reason)
+    items[:] = kept
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """From here on a missing symbol is an error."""
+    Phase.running = True
+    try:
+        return (yield)
+    finally:
+        Phase.running = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    """One row a test: of the phase that went wrong, or of the call that passed."""
+    report = yield
+    if report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else "xfail"
+        write(item.nodeid, "skipped", reason)
+    elif report.failed:
+        assert call.excinfo is not None
+        _write_error(item.nodeid, call.excinfo.value)
+    elif report.when == "call":
+        write(item.nodeid, "passed")
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
+    """A file that cannot be imported, or that skips itself, is a row of its own."""
+    report = yield
+    if report.skipped:
+        write(collector.nodeid, "skipped", str(report.longrepr[2]))
+    elif report.failed:
+        error = getattr(report, "call", None)
+        value = error.excinfo.value if error is not None and error.excinfo else None
+        cause = value.__cause__ if value is not None and value.__cause__ is not None else value
+        _write_error(collector.nodeid, cause or Exception(str(report.longrepr)))
+    return report
+
+
+def _write_error(nodeid: str, error: BaseException) -> None:
+    explained = UPSTREAM.test(nodeid)
+    symbol, absence = _missing(error)
+    words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    if explained or absence:
+        write(nodeid, "not applicable", explained or absence or "", symbol)
+    elif symbol:
+        write(nodeid, "missing symbol", words, symbol)
+    else:
+        write(nodeid, "failed", words)
+
+
+def _missing(error: BaseException | None) -> tuple[str, str | None]:
+    """(name that is not there, why not by the map) if that is what `error` is about."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, MissingSymbol):
+            return error.symbol, UPSTREAM.absence(error.symbol)
+        if isinstance(error, AttributeError) and (member := _member(error)):
+            return member, UPSTREAM.member(member)
+        if isinstance(error, TypeError) and (match := UNEXPECTED.search(str(error))):
+            name = f"{match[1]}({match[2]})"
+            return name, UPSTREAM.member(name)
+        error = error.__cause__ or error.__context__
+    return "", None
+
+
+def _member(error: AttributeError) -> str:
+    """`Class.name` of an attribute that an object of vllmx does not have."""
+    if error.obj is None or not error.name:
+        return ""
+    owner = error.obj if isinstance(error.obj, type) else type(error.obj)
+    for base in owner.__mro__:
+        if base.__module__.split(".")[0] == "vllmx":
+            return f"{base.__name__}.{error.name}"
+    return ""
