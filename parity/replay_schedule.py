@@ -68,11 +68,11 @@ def make_scheduler(config: dict[str, Any]) -> Scheduler:
     """The scheduler of a spec's `config`, with the same KV groups as the oracle's."""
     groups = []
     for number, window in enumerate(config["groups"]):
-        shape = (config["block_size"], 1, 1, "float32")
+        shape = {"block_size": config["block_size"], "num_kv_heads": 1, "head_size": 1}
         spec = (
-            FullAttentionSpec(*shape)
+            FullAttentionSpec(**shape, dtype="float32")
             if window is None
-            else SlidingWindowSpec(*shape, sliding_window=window)
+            else SlidingWindowSpec(**shape, dtype="float32", sliding_window=window)
         )
         groups.append(KVCacheGroupSpec([f"layer{number}"], spec))
     return (AsyncScheduler if config["async_scheduling"] else Scheduler)(
@@ -81,6 +81,7 @@ def make_scheduler(config: dict[str, Any]) -> Scheduler:
         None,
         config["block_size"],
         log_stats=True,
+        count_common_prefix=True,
     )
 
 

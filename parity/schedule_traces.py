@@ -64,62 +64,69 @@ class Kind:
     config: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
-TINY = (0, 4)
+# Room for one request of full length and little else, shared by several that answer at length.
+CROWD = {
+    "num_requests": (16, 26),
+    "arrivals": 20,
+    "max_tokens": (20, 60),
+    "extra_blocks": (0, 4),
+}
+SEATS = {"max_num_seqs": (5, 8, 12)}
+PIECES = {"long_prefill_token_threshold": (5, 16, 24)}
 
 KINDS = {
-    "burst": Kind(range(1, 6), (30, 40), arrivals=2),
+    "burst": Kind(range(1, 6), (36, 60), arrivals=2),
     "long_prompts": Kind(
-        range(1, 6), (10, 20), own=(50, 90), config={"max_num_batched_tokens": (32, 48, 64)}
+        range(1, 6), (20, 36), own=(50, 90), config={"max_num_batched_tokens": (32, 48, 64)}
     ),
-    "tiny_pool": Kind(range(1, 9), (8, 16), arrivals=10, prefix=20, extra_blocks=TINY),
-    "tiny_pool_shared": Kind(range(1, 5), (8, 16), arrivals=8, prefix=80, extra_blocks=TINY),
-    "shared_prefix": Kind(range(1, 6), (20, 36), prefix=90, own=(1, 12)),
-    "conversation": Kind(range(1, 5), (16, 28), prefix=20, follows=70, own=(1, 16)),
-    "salt": Kind(range(1, 3), prefix=90, salts=50, own=(1, 12)),
-    "priority": Kind(range(1, 5), priorities=4, config={"policy": ("priority",)}),
+    "tiny_pool": Kind(range(1, 11), **CROWD, prefix=20, config=SEATS),
+    "tiny_pool_shared": Kind(range(1, 7), **CROWD, prefix=80, config=SEATS),
+    "shared_prefix": Kind(range(1, 6), (30, 50), prefix=90, own=(1, 12)),
+    "conversation": Kind(range(1, 6), (24, 40), prefix=20, follows=70, own=(1, 16)),
+    "salt": Kind(range(1, 4), (24, 40), prefix=90, salts=50, own=(1, 12)),
+    "priority": Kind(range(1, 6), (30, 50), priorities=4, config={"policy": ("priority",)}),
     "priority_tiny_pool": Kind(
         range(1, 9),
-        (8, 14),
-        arrivals=16,
-        prefix=10,
+        **{**CROWD, "num_requests": (8, 14), "arrivals": 30},
         priorities=4,
-        extra_blocks=TINY,
         config={"policy": ("priority",), "max_num_seqs": (3, 4, 6)},
     ),
-    "aborts": Kind(range(1, 6), (16, 32), aborts=50),
-    "aborts_tiny_pool": Kind(range(1, 4), (8, 16), arrivals=10, aborts=40, extra_blocks=TINY),
-    "hybrid": Kind(range(1, 7), (16, 28), prefix=50, groups=(None, 2)),
-    "hybrid_tiny_pool": Kind(range(1, 5), (8, 14), prefix=50, extra_blocks=TINY, groups=(None, 2)),
-    "window": Kind(range(1, 5), (16, 28), prefix=50, own=(10, 60), groups=(2,)),
-    "window_tiny_pool": Kind(range(1, 4), (8, 14), prefix=50, extra_blocks=TINY, groups=(3,)),
-    "threshold": Kind(
-        range(1, 6), (12, 24), own=(20, 80), config={"long_prefill_token_threshold": (5, 16, 24)}
-    ),
+    "aborts": Kind(range(1, 6), (30, 50), aborts=50),
+    "aborts_tiny_pool": Kind(range(1, 6), **CROWD, aborts=40, config=SEATS),
+    "hybrid": Kind(range(1, 6), (24, 40), prefix=50, groups=(None, 2)),
+    "hybrid_tiny_pool": Kind(range(1, 7), **CROWD, prefix=50, groups=(None, 2), config=SEATS),
+    "two_windows": Kind(range(1, 4), **CROWD, prefix=50, groups=(None, 1, 3), config=SEATS),
+    "window": Kind(range(1, 6), (24, 40), prefix=50, own=(10, 60), groups=(2,)),
+    "window_tiny_pool": Kind(range(1, 6), **CROWD, prefix=50, groups=(3,), config=SEATS),
+    "threshold": Kind(range(1, 6), (20, 36), own=(20, 80), config=PIECES),
     "scheduled_tokens": Kind(
-        range(1, 5), (12, 24), config={"max_num_scheduled_tokens": (9, 17, 31)}
+        range(1, 6), (20, 36), config={"max_num_scheduled_tokens": (9, 17, 31)}
     ),
     "watermark": Kind(
-        range(1, 5), (10, 18), arrivals=10, extra_blocks=(2, 8), config={"watermark": (0.1, 0.25)}
+        range(1, 6),
+        **{**CROWD, "extra_blocks": (2, 8)},
+        config={**SEATS, "watermark": (0.1, 0.25)},
     ),
     "partial_admission": Kind(
-        range(1, 5),
-        (8, 16),
-        arrivals=10,
-        own=(30, 80),
-        extra_blocks=TINY,
+        range(1, 6),
+        **CROWD,
+        own=(30, 60),
         config={
+            **SEATS,
             "scheduler_reserve_full_isl": (False,),
+            "enable_prefix_caching": (False,),
             "max_num_batched_tokens": (16, 24),
         },
     ),
-    "stops": Kind(range(1, 5), stops=60, max_tokens=(5, 50)),
-    "reset": Kind(range(1, 7), (14, 24), prefix=60, reset=True),
+    "stops": Kind(range(1, 6), (24, 40), stops=60, max_tokens=(5, 50)),
+    "reset": Kind(range(1, 9), (20, 36), prefix=60, reset=True),
     "whole_prompts": Kind(
         range(1, 4),
+        (24, 40),
         config={"enable_chunked_prefill": (False,), "max_num_batched_tokens": (MAX_MODEL_LEN,)},
     ),
     "no_caching": Kind(
-        range(1, 4), (8, 16), extra_blocks=TINY, config={"enable_prefix_caching": (False,)}
+        range(1, 6), **CROWD, config={**SEATS, "enable_prefix_caching": (False,)}
     ),
 }
 
