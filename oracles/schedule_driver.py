@@ -131,9 +131,14 @@ class Player:
                 for n in output.scheduled_new_reqs
             ],
             "cached": [
-                [_id(cached.req_ids[i]), _blocks(cached.new_block_ids[i])]
-                + [cached.num_computed_tokens[i], cached.num_output_tokens[i]]
-                for i in range(len(cached.req_ids))
+                [_id(name), _blocks(new_blocks), num_computed, num_output]
+                for name, new_blocks, num_computed, num_output in zip(
+                    cached.req_ids,
+                    cached.new_block_ids,
+                    cached.num_computed_tokens,
+                    cached.num_output_tokens,
+                    strict=True,
+                )
             ],
             "resumed": _ids(cached.resumed_req_ids),
             "preempted": _ids(output.preempted_req_ids),
@@ -173,10 +178,16 @@ class Player:
                 {
                     "step": step,
                     "outputs": [_output(output) for output in told.outputs],
-                    "requests": [stats.num_running_reqs, stats.num_waiting_reqs]
-                    + [stats.num_skipped_waiting_reqs],
-                    "cache": [cache.requests, cache.queries, cache.hits, cache.preempted_requests]
-                    + [cache.preempted_queries, cache.preempted_hits, int(cache.reset)],
+                    "requests": [
+                        stats.num_running_reqs,
+                        stats.num_waiting_reqs,
+                        stats.num_skipped_waiting_reqs,
+                    ],
+                    "cache": [
+                        *[cache.requests, cache.queries, cache.hits],
+                        *[cache.preempted_requests, cache.preempted_queries, cache.preempted_hits],
+                        int(cache.reset),
+                    ],
                     "free": self._num_free_blocks(),
                 }
             )

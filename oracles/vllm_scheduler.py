@@ -22,6 +22,7 @@ from oracles.schedule_driver import EOS_TOKEN_ID, FORMAT, Player, Side, pack
 VERSION = "0.25.0"
 HASH_FUNCTION = "sha256_cbor"
 RUNNER = "v2"  # resumed requests are sent as new ones
+SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -220,6 +221,8 @@ def main() -> int:
     if ready is not True:
         print(ready, file=sys.stderr)
         return 2
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     specs = json.loads(args.specs.read_text())
     args.out.mkdir(parents=True, exist_ok=True)
     failed = 0

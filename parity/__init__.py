@@ -11,8 +11,9 @@ VERBS = ("upstream-tests",)
 
 def run(config: RunConfig) -> int:
     """Run the verb. Exit code 0: all is as expected; 1: something differs; 2: nothing was shown."""
-    if config.parity.verb != "upstream-tests":
-        raise UserError(f"parity: no verb {config.parity.verb!r}; choose one of {', '.join(VERBS)}.")
+    verb = config.parity.verb
+    if verb != "upstream-tests":
+        raise UserError(f"parity: no verb {verb!r}; choose one of {', '.join(VERBS)}.")
     from .upstream_tests import run_selected
 
     return run_selected(config.parity.select, config.parity.output)

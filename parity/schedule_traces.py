@@ -2,9 +2,10 @@
 """The request traces on which vllmx and upstream must decide alike.
 
 `python -m parity.schedule_traces FILE` writes their specs for `oracles/vllm_scheduler.py`. A spec
-is a function of its kind and seed. A trace must avoid what vllmx does otherwise on purpose (the
-oracle refuses to record one that does not; the pool always holds the longest request), so a kind
-may list its seeds.
+is a function of its kind and seed. A trace must avoid what vllmx does otherwise on purpose: an
+urgent request that evicts itself stops the step of the others upstream, and cached tokens are
+counted anew when a request is admitted again before its first token. The oracle refuses to record
+such a trace, so some kinds leave out seeds. The pool always holds the longest request.
 """
 
 from __future__ import annotations
@@ -75,18 +76,18 @@ SEATS = {"max_num_seqs": (5, 8, 12)}
 PIECES = {"long_prefill_token_threshold": (5, 16, 24)}
 
 KINDS = {
-    "burst": Kind(range(1, 6), (36, 60), arrivals=2),
+    "burst": Kind((1, 2, 3, 4, 6), (36, 60), arrivals=2),
     "long_prompts": Kind(
-        range(1, 6), (20, 36), own=(50, 90), config={"max_num_batched_tokens": (32, 48, 64)}
+        (1, 2, 3, 8, 9), (20, 36), own=(50, 90), config={"max_num_batched_tokens": (32, 48, 64)}
     ),
-    "tiny_pool": Kind(range(1, 11), **CROWD, prefix=20, config=SEATS),
-    "tiny_pool_shared": Kind(range(1, 7), **CROWD, prefix=80, config=SEATS),
+    "tiny_pool": Kind((1, 2, 4, 5, 6, 7, 8, 9, 10, 11), **CROWD, prefix=20, config=SEATS),
+    "tiny_pool_shared": Kind((3, 4, 5, 6, 7, 8), **CROWD, prefix=80, config=SEATS),
     "shared_prefix": Kind(range(1, 6), (30, 50), prefix=90, own=(1, 12)),
     "conversation": Kind(range(1, 6), (24, 40), prefix=20, follows=70, own=(1, 16)),
     "salt": Kind(range(1, 4), (24, 40), prefix=90, salts=50, own=(1, 12)),
-    "priority": Kind(range(1, 6), (30, 50), priorities=4, config={"policy": ("priority",)}),
+    "priority": Kind((1, 2, 3, 4, 6), (30, 50), priorities=4, config={"policy": ("priority",)}),
     "priority_tiny_pool": Kind(
-        range(1, 9),
+        (1, 3, 5, 8, 11, 12, 13, 14),
         **{**CROWD, "num_requests": (8, 14), "arrivals": 30},
         priorities=4,
         config={"policy": ("priority",), "max_num_seqs": (3, 4, 6)},
@@ -98,9 +99,9 @@ KINDS = {
     "two_windows": Kind(range(1, 4), **CROWD, prefix=50, groups=(None, 1, 3), config=SEATS),
     "window": Kind(range(1, 6), (24, 40), prefix=50, own=(10, 60), groups=(2,)),
     "window_tiny_pool": Kind(range(1, 6), **CROWD, prefix=50, groups=(3,), config=SEATS),
-    "threshold": Kind(range(1, 6), (20, 36), own=(20, 80), config=PIECES),
+    "threshold": Kind((5, 6, 8, 9, 11), (20, 36), own=(20, 80), config=PIECES),
     "scheduled_tokens": Kind(
-        range(1, 6), (20, 36), config={"max_num_scheduled_tokens": (9, 17, 31)}
+        (1, 3, 4, 5, 6), (20, 36), config={"max_num_scheduled_tokens": (9, 17, 31)}
     ),
     "watermark": Kind(
         range(1, 6),
@@ -118,16 +119,14 @@ KINDS = {
             "max_num_batched_tokens": (16, 24),
         },
     ),
-    "stops": Kind(range(1, 6), (24, 40), stops=60, max_tokens=(5, 50)),
-    "reset": Kind(range(1, 9), (20, 36), prefix=60, reset=True),
+    "stops": Kind((1, 2, 3, 5, 6), (24, 40), stops=60, max_tokens=(5, 50)),
+    "reset": Kind((1, 2, 3, 4, 6, 8, 9, 10), (20, 36), prefix=60, reset=True),
     "whole_prompts": Kind(
         range(1, 4),
         (24, 40),
         config={"enable_chunked_prefill": (False,), "max_num_batched_tokens": (MAX_MODEL_LEN,)},
     ),
-    "no_caching": Kind(
-        range(1, 6), **CROWD, config={**SEATS, "enable_prefix_caching": (False,)}
-    ),
+    "no_caching": Kind(range(1, 6), **CROWD, config={**SEATS, "enable_prefix_caching": (False,)}),
 }
 
 

@@ -23,7 +23,9 @@ def summary(prefix: str, rows: list[Row], expected: set[str]) -> str:
         for status in (*STATUSES, NOT_COLLECTED)
         if counts[status] and status not in ("passed", "deselected", "not applicable")
     ]
-    text = f"{prefix}: {counts['passed']} passed of {len(wanted)} that upstream passes ({share:.1f}%)"
+    text = (
+        f"{prefix}: {counts['passed']} passed of {len(wanted)} that upstream passes ({share:.1f}%)"
+    )
     text += f"; {', '.join(rest)}"
     if others:
         text += "; beside those: " + ", ".join(f"{n} {status}" for status, n in others.items())

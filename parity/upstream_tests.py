@@ -216,9 +216,9 @@ def fetch(upstream_map: UpstreamMap) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".part{os.getpid()}")
     try:
-        with urllib.request.urlopen(_find_in_index(name, path.name)) as answer:
-            with part.open("wb") as file:
-                shutil.copyfileobj(answer, file)
+        url = _find_in_index(name, path.name)
+        with urllib.request.urlopen(url) as answer, part.open("wb") as file:
+            shutil.copyfileobj(answer, file)
         if (found := sha256_of(part)) != wanted:
             raise UserError(f"{path.name}: the index gives SHA-256 {found}, the map {wanted}.")
         part.replace(path)

@@ -214,6 +214,8 @@ def _is_override(word: str) -> bool:
 
 def _take_override(args: Arguments, word: str) -> None:
     key = word.partition("=")[0]
+    if args.command == "parity" and key == "select":
+        key, word = f"parity.{key}", f"parity.{word}"
     if key == "model":
         _set_model(args, word.partition("=")[2])
     else:

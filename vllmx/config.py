@@ -409,6 +409,8 @@ class ParityConfig:
     """What to do."""
     select: Optional[str] = None
     """Part of the cases, by prefix."""
+    output: Optional[str] = None
+    """Folder that takes the results; null is the cache."""
 
 
 @dataclass

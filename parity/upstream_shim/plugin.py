@@ -21,12 +21,13 @@ ROWS = Path(os.environ["UPSTREAM_ROWS"])
 UNEXPECTED = re.compile(r"(\w+)(?:\.__init__)?\(\) got an unexpected keyword argument '(\w+)'")
 MARKS = ("slow_test", "skip_global_cleanup", "cpu_test", "optional", "distributed", "asyncio")
 
+install(UPSTREAM)  # here, as pytest imports a folder's conftest.py before it calls any hook
+
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Install the map before any test file is imported."""
+    """Declare upstream's markers."""
     for mark in MARKS:
         config.addinivalue_line("markers", f"{mark}: of upstream")
-    install(UPSTREAM)
 
 
 def write(nodeid: str, status: str, reason: str = "", symbol: str = "") -> None:

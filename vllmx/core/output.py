@@ -60,6 +60,28 @@ class NewRequestData:
             prefill_token_ids=prefill_token_ids,
         )
 
+    def __repr__(self) -> str:
+        return self._describe(
+            f"prompt_token_ids={self.prompt_token_ids}, prefill_token_ids={self.prefill_token_ids}"
+        )
+
+    def anon_repr(self) -> str:
+        """The repr with lengths in place of the prompt's tokens."""
+        prompt, prefill = (
+            None if ids is None else len(ids)
+            for ids in (self.prompt_token_ids, self.prefill_token_ids)
+        )
+        return self._describe(f"prompt_token_ids_len={prompt}, prefill_token_ids_len={prefill}")
+
+    def _describe(self, tokens: str) -> str:
+        shape = None if self.prompt_embeds is None else self.prompt_embeds.shape
+        return (
+            f"NewRequestData(req_id={self.req_id}, {tokens}, mm_features={self.mm_features}, "
+            f"sampling_params={self.sampling_params}, block_ids={self.block_ids}, "
+            f"num_computed_tokens={self.num_computed_tokens}, "
+            f"lora_request={self.lora_request}, prompt_embeds_shape={shape})"
+        )
+
 
 @dataclass
 class CachedRequestData:
