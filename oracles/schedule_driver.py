@@ -81,6 +81,13 @@ class Player:
         self.progress: dict[str, list[int]] = {}
         self.first_cached: dict[str, int] = {}
         self.in_flight: deque[tuple[Any, Any]] = deque()
+        self.arriving: dict[int, list[dict[str, Any]]] = {}
+        self.aborting: dict[tuple[int, bool], list[str]] = {}
+        for row in self.spec["requests"]:
+            self.arriving.setdefault(row["at"], []).append(row)
+            if row["abort"] is not None:
+                step, late = row["abort"]
+                self.aborting.setdefault((step, late), []).append(f"r{row['id']}")
 
     def run(self) -> dict[str, Any]:
         """All events, and what is left when the last request has ended."""
@@ -107,17 +114,15 @@ class Player:
         return {"events": self.events, "end": self._end(step)}
 
     def _arrivals(self, step: int) -> None:
-        for row in self.spec["requests"]:
-            if row["at"] == step:
-                name = f"r{row['id']}"
-                request = self.side.make_request(name, prompt_token_ids(self.spec, row), row)
-                self.requests[name] = request
-                self.scheduler.add_request(request)
+        for row in self.arriving.get(step, ()):
+            name = f"r{row['id']}"
+            request = self.side.make_request(name, prompt_token_ids(self.spec, row), row)
+            self.requests[name] = request
+            self.scheduler.add_request(request)
 
     def _aborts(self, step: int, late: bool) -> None:
-        for row in self.spec["requests"]:
-            if row["abort"] == [step, late]:
-                self.scheduler.finish_requests([f"r{row['id']}"], self.side.aborted)
+        for name in self.aborting.get((step, late), ()):
+            self.scheduler.finish_requests([name], self.side.aborted)
 
     def _schedule(self, step: int) -> None:
         output = self.scheduler.schedule()
@@ -257,17 +262,20 @@ def _output(output: Any) -> list[Any]:
 def pack(golden: dict[str, Any]) -> bytes:
     """Bytes of a golden: canonical JSON with `sha256` of the rest in it, zlib level 9."""
     body = {key: value for key, value in golden.items() if key != "sha256"}
-    return zlib.compress(_canonical({**body, "sha256": _sha256(body)}), 9)
+    sha256 = hashlib.sha256(_canonical(body)).hexdigest()
+    return zlib.compress(_canonical({**body, "sha256": sha256}), 9)
 
 
 def unpack(data: bytes) -> dict[str, Any]:
     """The golden in `data`; ValueError if it is damaged, of another format, or not what it says."""
     try:
-        golden = json.loads(zlib.decompress(data))
-        body = {key: value for key, value in golden.items() if key != "sha256"}
+        text = zlib.decompress(data)
+        golden = json.loads(text)
+        sha256 = str(golden.get("sha256"))
     except (zlib.error, UnicodeDecodeError, ValueError, AttributeError) as error:
         raise ValueError(f"not a golden: {error}") from error
-    if golden.get("sha256") != _sha256(body):
+    # The text is canonical, so without its hash it is the text that was hashed.
+    if hashlib.sha256(text.replace(_entry(sha256), b"", 1)).hexdigest() != sha256:
         raise ValueError("its sha256 is not that of its content")
     if golden.get("format") != FORMAT:
         raise ValueError(f"format {golden.get('format')}, not {FORMAT}")
@@ -278,5 +286,5 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _sha256(value: Any) -> str:
-    return hashlib.sha256(_canonical(value)).hexdigest()
+def _entry(sha256: str) -> bytes:
+    return f'"sha256":"{sha256}",'.encode()

@@ -16,4 +16,4 @@ def run(config: RunConfig) -> int:
         raise UserError(f"parity: no verb {verb!r}; choose one of {', '.join(VERBS)}.")
     from .upstream_tests import run_selected
 
-    return run_selected(config.parity.select, config.parity.output)
+    return run_selected(config.parity.select, config.parity.output_dir)

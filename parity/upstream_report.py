@@ -37,7 +37,7 @@ def markdown(rows: list[Row], expected: set[str], prefixes: list[str]) -> str:
     lines = [
         "# Upstream's unit tests on vllmx",
         "",
-        f"Written by `vllmx parity upstream-tests select={','.join(prefixes)}`; every row is in",
+        f"Written by `vllmx parity upstream-tests` for {', '.join(prefixes)}; every row is in",
         "`upstream_tests.tsv` beside this page. The files are those of the pinned source archive,",
         "unedited; `parity/upstream_map.yaml` says what stands for which module of upstream.",
         "`expected` counts the tests that upstream itself passes offline on a CPU; the other",

@@ -231,7 +231,9 @@ def _take_word(args: Arguments, word: str) -> None:
         if not kinds or word in kinds:
             args.values[verb] = word
             return
-        if args.model is None and did_you_mean(word, kinds) and not Path(word).exists():
+        from vllmx.compose import choices
+
+        if args.model is None and word not in choices("model") and not Path(word).exists():
             parse_text(fields()[verb], f"{args.command} {word}", word)
     _set_model(args, word)
 

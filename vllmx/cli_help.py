@@ -35,7 +35,9 @@ def command_help(command: str, summary: str, search: str = "") -> str:
             word = search.lower().replace("-", "_")
             if search in ("", "all") or word in flag.name or word == node:
                 shown.setdefault(node, []).append(flag)
-    lines = [f"usage: vllmx {command} [MODEL] [flags] [key=value ...] [-m]", "", f"{summary}."]
+    kind = "KIND " if command == "bench" else ""
+    usage = f"usage: vllmx {command} {kind}[MODEL] [flags] [key=value ...] [-m]"
+    lines = [usage, "", f"{summary}."]
     for node, entries in shown.items():
         lines += ["", f"{node}:"]
         for flag in entries:

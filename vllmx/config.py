@@ -301,7 +301,7 @@ class ObservabilityConfig:
     """Statistics."""
 
     log_stats: bool = True
-    """Collect the statistics that /metrics shows (flag --disable-log-stats turns it off)."""
+    """Whether the statistics that /metrics shows are collected."""
     log_stats_interval: float = number(10.0, gt=0)
     """Seconds between two log lines of the server."""
 
@@ -409,7 +409,7 @@ class ParityConfig:
     """What to do."""
     select: Optional[str] = None
     """Part of the cases, by prefix."""
-    output: Optional[str] = None
+    output_dir: Optional[str] = None
     """Folder that takes the results; null is the cache."""
 
 

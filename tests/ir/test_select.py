@@ -66,3 +66,12 @@ def test_a_refusal_without_words_still_has_a_reason() -> None:
         assert impl.refusal(OpContext("cpu", torch.float32)) == "refuses such calls"
     finally:
         impl.supports = before
+
+
+def test_a_default_provider_that_serves_nothing_is_told() -> None:
+    ops = table(default_priority=["triton", "cpu", "torch"])
+    for op_name in ops.registry:
+        ops.choose(op_name)
+    idle = ops.idle_providers()
+    assert set(idle) == {"triton"}
+    assert "runs on a GPU, not on cpu" in idle["triton"]

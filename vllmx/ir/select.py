@@ -107,6 +107,16 @@ class OpTable:
         self.choices.setdefault("paged_attention", OpChoice("paged_attention", backend, others))
         return impls[backend]
 
+    def idle_providers(self) -> dict[str, str]:
+        """Providers that the config's default list puts first but no op could use, and why."""
+        serving = {choice.provider for choice in self.choices.values()}
+        idle: dict[str, str] = {}
+        for choice in self.choices.values():
+            for provider in self.default:
+                if provider not in serving and provider in choice.refused:
+                    idle.setdefault(provider, choice.refused[provider])
+        return idle
+
     def _check_names(self) -> None:
         known = {provider for op in self.registry.values() for provider in op.impls}
         for op_name, providers in self.explicit.items():

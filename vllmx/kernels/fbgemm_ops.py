@@ -8,6 +8,8 @@ what a decode step on a CPU is bound by: 2x its speed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,9 @@ def _prepare(weight: Tensor, bias: Tensor | None) -> torch.ScriptObject:
 
 
 # Looked up once: the chain of attributes costs a microsecond, 121 times a step of SmolLM2.
-_LINEAR_DYNAMIC_FP16 = torch.ops.quantized.linear_dynamic_fp16 if _supported() is True else None
+_LINEAR_DYNAMIC_FP16: Any = (
+    torch.ops.quantized.linear_dynamic_fp16 if _supported() is True else None
+)
 
 
 @linear.register_impl(

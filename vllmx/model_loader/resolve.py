@@ -89,6 +89,11 @@ def _find(vllm_config: VllmConfig) -> Path:
 
 def _not_there(model: str) -> str:
     names = model_files()
+    if "/" in model and not model.startswith((".", "/", "~")):
+        return (
+            f"Model {model!r}: no such folder or file. vllmx downloads nothing from a model hub: "
+            "pass a local folder with config.json and safetensors, or a GGUF file."
+        )
     near = get_close_matches(model, names, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     known = f" Named models: {', '.join(names)}." if names else ""

@@ -41,6 +41,9 @@ class Worker:
     def load_model(self) -> None:
         """Load the weights."""
         self.model_runner.load_model()
+        if self.vllm_config.kernel_config.default_priority:
+            for provider, reason in self.model_runner.ops.idle_providers().items():
+                logger.warning("kernel.default_priority: %s serves no op: %s", provider, reason)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each layer keeps, by layer name."""
