@@ -144,15 +144,13 @@ def _asks_for_traceback(args: Arguments) -> bool:
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Imports and composing make many objects and no garbage; looking for some, also at the exit,
-    is a fifth of the time to an answer."""
+    """Imports and composing make many objects and no garbage: a seventh of the time to answer."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
-            gc.freeze()
             gc.enable()
 
 

@@ -2,8 +2,9 @@
 """Provider `cpu`: the same ops in fewer or fused torch calls, for float32 on a CPU.
 
 At one token a decode step is bound by the number of torch calls, not by arithmetic: in a running
-model, between two large matrix products, each costs 5 us or more. Measured there on the 2-core
-development machine, hidden size 576, one row, reference and this: see reports/cpu_ops.md.
+model, between two large matrix products, each costs 5 to 10 us. Measured there on the 2-core
+development machine (SmolLM2-135M, one row), before and after: norm with residual 61 and 36 us,
+rotation of queries and keys 82 and 35 us, writing the cache 27 and 22 us.
 """
 
 from __future__ import annotations
