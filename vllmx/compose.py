@@ -151,7 +151,9 @@ def _no_hydra_around() -> Iterator[None]:
     from hydra.conf import HydraConf
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.plugins import Plugins
 
+    Plugins.instance()  # so that those of Hydra itself are stored outside, once
     store = ConfigStore.instance()
     outer, outer_nodes = GlobalHydra.instance().hydra, store.repo
     GlobalHydra.instance().clear()
