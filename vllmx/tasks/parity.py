@@ -28,7 +28,11 @@ def load_parity(root: Path) -> ModuleType:
             "`pip install -e .` in it."
         )
     name = "vllmx._parity"
-    if name not in sys.modules:
+    loaded = sys.modules.get(name)
+    if loaded is None or loaded.__file__ != str(file):
+        # Another checkout's may be loaded: its parts must not mix with this one's.
+        for other in [module for module in sys.modules if module.startswith(f"{name}.")]:
+            del sys.modules[other]
         spec = importlib.util.spec_from_file_location(
             name, file, submodule_search_locations=[str(file.parent)]
         )
