@@ -40,17 +40,21 @@ def assert_same(got: list, want: list, tolerance: float = 2e-4) -> None:
         np.testing.assert_allclose(table(g), table(w), atol=tolerance)
 
 
+def assert_prompt_logprobs(output, prompt: list[int], twin, tolerance: float) -> None:
+    with torch.inference_mode():
+        want = twin(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    for position, entries in enumerate(output.prompt_logprobs[1:]):
+        for token, entry in entries.items():
+            assert entry.logprob == pytest.approx(float(want[position, token]), abs=tolerance)
+
+
 def test_logprobs_of_whole_sequences_equal_transformers(tiny, tiny_engine) -> None:
     """All positions of prompt and answer, teacher-forced, whole vocabulary."""
     _, twin = tiny
     # fp16-packed weights round once; the dense provider must agree more closely (next test).
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=10)
     for prompt, output in zip(prompts()[1:], run(tiny_engine, prompts()[1:], params)):
-        with torch.inference_mode():
-            want = twin(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
-        for position, entries in enumerate(output.prompt_logprobs[1:]):
-            for token, entry in entries.items():
-                assert entry.logprob == pytest.approx(float(want[position, token]), abs=5e-3)
+        assert_prompt_logprobs(output, prompt, twin, 5e-3)
 
 
 def test_dense_float32_weights_agree_to_rounding(tiny) -> None:
@@ -58,11 +62,7 @@ def test_dense_float32_weights_agree_to_rounding(tiny) -> None:
     llm = build_engine(folder, ir_op_priority={"linear": ["torch"]})
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=10)
     for prompt, output in zip(prompts()[1:], run(llm, prompts()[1:], params)):
-        with torch.inference_mode():
-            want = twin(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
-        for position, entries in enumerate(output.prompt_logprobs[1:]):
-            for token, entry in entries.items():
-                assert entry.logprob == pytest.approx(float(want[position, token]), abs=5e-5)
+        assert_prompt_logprobs(output, prompt, twin, 5e-5)
 
 
 def test_greedy_tokens_equal_transformers(tiny, tiny_engine) -> None:

@@ -65,6 +65,10 @@ class IrOpImpl:
     prepared_format: str = "prepared"
     prepared_bytes: float = 4
 
+    def prepared(self, argument: Any) -> Any:
+        """The op's one static argument as `fn` takes it: prepared, or as it is."""
+        return argument if self.prepare is None else self.prepare(argument)
+
     def refusal(self, context: OpContext) -> str | None:
         """Why this provider cannot take calls of `context`, or None if it can."""
         if self.supported is not True:
@@ -73,6 +77,15 @@ class IrOpImpl:
             return None
         answer = self.supports(context)
         return None if answer is True else str(answer or "refuses such calls")
+
+
+def float32_on_cpu(context: OpContext) -> bool | str:
+    """A `supports` for providers that compute in float32 on a CPU and nothing else."""
+    if context.device != "cpu":
+        return f"runs on a CPU only, not on {context.device}"
+    if context.dtype != torch.float32:
+        return f"computes in float32 only, not in {context.dtype}"
+    return True
 
 
 class IrOp:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllmx.ir.op import OpContext
+from vllmx.ir.op import OpContext, float32_on_cpu
 from vllmx.ir.ops.activation import gelu_and_mul, silu_and_mul
 from vllmx.ir.ops.kv_cache import reshape_and_cache
 from vllmx.ir.ops.layernorm import fused_add_rms_norm, rms_norm
@@ -23,21 +23,13 @@ FEW_ROWS = 64
 """Rows up to which fewer ops beat less arithmetic; 120 us against 240 us at 512 rows of 576."""
 
 
-def _float32_on_cpu(context: OpContext) -> bool | str:
-    if context.device != "cpu":
-        return f"runs on a CPU only, not on {context.device}"
-    if context.dtype != torch.float32:
-        return f"computes in float32 only, not in {context.dtype}"
-    return True
-
-
 def _whole_neox_heads(context: OpContext) -> bool | str:
     facts = context.facts
     if not facts.get("is_neox_style", True):
         return "rotates halves (NeoX style) only, not pairs"
     if facts.get("rotary_dim") != facts.get("head_size"):
         return f"rotates whole heads only, not {facts['rotary_dim']} of {facts['head_size']}"
-    return _float32_on_cpu(context)
+    return float32_on_cpu(context)
 
 
 def _doubled(weight: Tensor | None) -> Tensor | None:
@@ -45,7 +37,7 @@ def _doubled(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else torch.cat((weight, weight))
 
 
-@rms_norm.register_impl("cpu", supports=_float32_on_cpu, prepare=_doubled)
+@rms_norm.register_impl("cpu", supports=float32_on_cpu, prepare=_doubled)
 def _rms_norm(
     x: Tensor, prepared: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -63,7 +55,7 @@ def _rms_norm(
     return torch.layer_norm(mirrored, (2 * hidden,), prepared, None, epsilon)[..., :hidden]
 
 
-@fused_add_rms_norm.register_impl("cpu", supports=_float32_on_cpu, prepare=_doubled)
+@fused_add_rms_norm.register_impl("cpu", supports=float32_on_cpu, prepare=_doubled)
 def _fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,
@@ -75,13 +67,13 @@ def _fused_add_rms_norm(
     return _rms_norm(total, prepared, epsilon, variance_size), total
 
 
-@silu_and_mul.register_impl("cpu", supports=_float32_on_cpu)
+@silu_and_mul.register_impl("cpu", supports=float32_on_cpu)
 def _silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
-@gelu_and_mul.register_impl("cpu", supports=_float32_on_cpu)
+@gelu_and_mul.register_impl("cpu", supports=float32_on_cpu)
 def _gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate=approximate).mul_(up)
@@ -135,7 +127,7 @@ def _plain_cache(context: OpContext) -> bool | str:
     stored = context.facts.get("kv_cache_dtype", context.dtype)
     if stored != context.dtype:
         return f"stores what it is given, and does not convert it to {stored}"
-    return _float32_on_cpu(context)
+    return float32_on_cpu(context)
 
 
 @reshape_and_cache.register_impl("cpu", supports=_plain_cache)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vllmx.exceptions import CheckpointError
-from vllmx.ir.op import OpContext
+from vllmx.ir.op import float32_on_cpu
 from vllmx.ir.ops.linear import linear
 
 LARGEST_FP16 = 65504.0
@@ -25,14 +25,6 @@ def _supported() -> bool | str:
         return "this build of torch has no fbgemm"
     if not hasattr(torch.ops.quantized, "linear_dynamic_fp16"):
         return "this build of torch has no quantized::linear_dynamic_fp16"
-    return True
-
-
-def _supports(context: OpContext) -> bool | str:
-    if context.device != "cpu":
-        return f"runs on a CPU only, not on {context.device}"
-    if context.dtype != torch.float32:
-        return f"computes in float32 only, not in {context.dtype}"
     return True
 
 
@@ -57,7 +49,7 @@ _LINEAR_DYNAMIC_FP16: Any = (
 @linear.register_impl(
     "fbgemm",
     supported=_supported(),
-    supports=_supports,
+    supports=float32_on_cpu,
     prepare=_prepare,
     prepared_format="fp16 packed",
     prepared_bytes=2,

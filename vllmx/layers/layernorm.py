@@ -35,8 +35,8 @@ class RMSNorm(WeightHolder, nn.Module):
     def set_weight(self, weight: Tensor) -> None:
         """Hand the weight [hidden_size] to the chosen providers, which may lay it out anew."""
         weight = weight.to(self.ops.device)
-        self._norm_weight = self._norm.prepare(weight) if self._norm.prepare else weight
-        self._add_norm_weight = self._add_norm.prepare(weight) if self._add_norm.prepare else weight
+        self._norm_weight = self._norm.prepared(weight)
+        self._add_norm_weight = self._add_norm.prepared(weight)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """norm(x), or (norm(x + residual), x + residual); x: [num_tokens, ..., hidden_size]."""

@@ -41,9 +41,7 @@ class RotaryEmbedding(nn.Module):
             rotary_dim=2 * len(inv_freq),
             is_neox_style=is_neox_style,
         )
-        self.cos_sin_cache = table.to(ops.device)
-        if impl.prepare is not None:
-            self.cos_sin_cache = impl.prepare(self.cos_sin_cache)
+        self.cos_sin_cache = impl.prepared(table.to(ops.device))
         self._rotary_embedding = impl.fn
 
     def forward(
