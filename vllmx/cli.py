@@ -111,9 +111,9 @@ def run_command(argv: list[str]) -> int:
         return 0
     with _traceback_if(_asks_for_traceback(args)), _without_gc():
         runs = list(compose_runs(args))
-    if args.show_config:
-        show(runs)
-        return 0
+        if args.show_config:
+            show(runs)
+            return 0
     return execute(args.command, runs)
 
 
@@ -212,14 +212,23 @@ def _is_override(word: str) -> bool:
 
 def _take_override(args: Arguments, word: str) -> None:
     key = word.partition("=")[0]
-    if args.command == "parity" and key == "select":
-        key, word = f"parity.{key}", f"parity.{word}"
+    if args.command == "parity":
+        full = _parity_key(key)
+        key, word = full, full + word.removeprefix(key)
     if key == "model":
         _set_model(args, word.partition("=")[2])
     else:
         args.values.pop(key, None)
         args.sweeps.pop(key, None)
         args.overrides.append(word)
+
+
+def _parity_key(key: str) -> str:
+    """`select` for `parity.select`: a key of the node alone, under its name or its flag's."""
+    flag = flags().get(key)
+    if flag is not None and flag.field.key.startswith("parity."):
+        return flag.field.key
+    return key
 
 
 def _take_word(args: Arguments, word: str) -> None:
@@ -233,6 +242,9 @@ def _take_word(args: Arguments, word: str) -> None:
 
         if args.model is None and word not in choices("model") and not Path(word).exists():
             parse_text(fields()[verb], f"{args.command} {word}", word)
+    if args.command == "parity" and verb in args.values:
+        args.values["parity.select"] = word
+        return
     _set_model(args, word)
 
 

@@ -12,7 +12,10 @@ import pytest
 
 VLLMX = [sys.executable, "-m", "vllmx"]
 CLI = [sys.executable, "-X", "importtime", "-m", "vllmx"]
-ATTEMPTS = 5
+YARDSTICK = [sys.executable, "-c", "import hydra, omegaconf"]
+YARDSTICK_SECONDS = 0.22
+"""What the yardstick takes on the quiet development machine: others may be slower, or busy."""
+ATTEMPTS = 8
 """The best counts: other processes share the machine."""
 HEAVY = ("torch", "transformers", "gguf", "fastapi", "uvicorn", "openai", "triton")
 
@@ -47,17 +50,23 @@ def test_answers_without_torch(argv: list[str], code: int) -> None:
         assert "hydra" not in imported(result.stderr)
 
 
+def processor_seconds(argv: list[str], code: int) -> float:
+    """Seconds of a processor: a machine that does nothing else takes as long by the clock."""
+    before = os.times()
+    result = subprocess.run(argv, capture_output=True, timeout=60)
+    after = os.times()
+    assert result.returncode == code
+    spent = after.children_user - before.children_user
+    return spent + after.children_system - before.children_system
+
+
 @ANSWERS
 def test_answers_in_half_a_second(argv: list[str], code: int) -> None:
-    """Seconds of a processor: a machine that does nothing else takes as long by the clock."""
+    """Half a second of the quiet development machine, by a yardstick measured beside it."""
     best = float("inf")
     for _ in range(ATTEMPTS):
-        before = os.times()
-        result = subprocess.run([*VLLMX, *argv], capture_output=True, timeout=60)
-        after = os.times()
-        assert result.returncode == code
-        spent = after.children_user - before.children_user
-        best = min(best, spent + after.children_system - before.children_system)
+        slowness = max(1.0, processor_seconds(YARDSTICK, 0) / YARDSTICK_SECONDS)
+        best = min(best, processor_seconds([*VLLMX, *argv], code) / slowness)
         if best < 0.5:
             return
     raise AssertionError(f"{best:.2f} s")

@@ -17,8 +17,8 @@ def table(**kernel: object) -> OpTable:
 def test_auto_takes_packed_linears_and_keeps_every_refusal() -> None:
     choices = {c.op: c for c in explain(KernelConfig(), "cpu", torch.float32)}
     assert choices["linear"].provider == "fbgemm"
-    assert choices["rms_norm"].provider == "cpu"
-    assert choices["paged_attention"].provider == "sdpa"
+    assert choices["rms_norm"].provider == "native"
+    assert choices["paged_attention"].provider == "native"
     assert "runs on a GPU, not on cpu" in choices["rms_norm"].refused["triton"]
     for op, choice in choices.items():
         others = set(table().registry[op].impls) - {choice.provider}
@@ -35,7 +35,7 @@ def test_a_half_precision_engine_passes_over_float32_providers() -> None:
 def test_a_named_provider_wins_over_the_defaults() -> None:
     ops = table(ir_op_priority={"linear": ["torch"]})
     assert ops.choose("linear").provider == "torch"
-    assert ops.choose("rms_norm").provider == "cpu"
+    assert ops.choose("rms_norm").provider == "native"
 
 
 def test_a_named_provider_that_cannot_run_stops_the_start_with_its_reason() -> None:
@@ -54,7 +54,7 @@ def test_unknown_ops_and_providers_are_named() -> None:
 
 
 def test_an_unknown_attention_backend_is_named() -> None:
-    with pytest.raises(UserError, match=r"attention.backend='flash': choose one of torch, sdpa"):
+    with pytest.raises(UserError, match=r"attention.backend='flash': choose one of torch, native"):
         table().choose_attention("flash")
 
 

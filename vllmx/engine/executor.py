@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllmx.exceptions import UserError
+from vllmx.kernels.native_library import start_build
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
@@ -102,6 +103,8 @@ class UniProcExecutor(Executor):
         worker_cls: Any = self.vllm_config.parallel_config.worker_cls
         if isinstance(worker_cls, str):
             name = DEFAULT_WORKER_CLS if worker_cls == "auto" else worker_cls
+            if name == DEFAULT_WORKER_CLS and self.vllm_config.device_config.device != "cuda":
+                start_build()  # beside the import of torch, which takes longer
             worker_cls = resolve_obj_by_qualname(name, "parallel.worker_cls")
         self.driver_worker = worker_cls(self.vllm_config)
         self.driver_worker.init_device()

@@ -20,7 +20,7 @@ from vllmx.ir import ops as ir_ops
 from vllmx.ir.op import REFERENCE, IrOp, IrOpImpl, OpContext
 
 DEVICE_PRIORITY = {
-    "cpu": ["fbgemm", "cpu", "sdpa", REFERENCE],
+    "cpu": ["native", "fbgemm", "cpu", "sdpa", REFERENCE],
     "cuda": ["triton", "sdpa", REFERENCE],
 }
 """Providers tried where the config names none."""
