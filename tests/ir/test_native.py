@@ -136,9 +136,7 @@ def test_long_contexts_and_blocks_longer_than_a_tile(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     width = -(-max(lengths) // block_size)
-    cache = torch.randn(
-        width * len(lengths) + 1, block_size, 2, 2, 512, generator=generator
-    )
+    cache = torch.randn(width * len(lengths) + 1, block_size, 2, 2, 512, generator=generator)
     inputs = {
         "query": torch.randn(len(lengths), 4, 512, generator=generator),
         "key_cache": cache[:, :, 0],

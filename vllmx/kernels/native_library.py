@@ -17,6 +17,7 @@ import tempfile
 import threading
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ class BuildError(Exception):
 
 
 @cache
-def library() -> ctypes.CDLL | str:
-    """The loaded library, or why there is none. The first call may have to compile it."""
+def library() -> Any:
+    """The loaded library, or a str that says why there is none. The first call may compile it."""
     import torch
 
     try:

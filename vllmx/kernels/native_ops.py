@@ -2,8 +2,12 @@
 """Provider `native`: one C call for what torch does in several, for float32 on a CPU.
 
 At one token a decode step is bound by the number of calls, not by arithmetic: between two large
-matrix products a torch call costs 5 to 10 us. reports/cpu_kernels.md has both sides measured.
-Attention has its provider of that name in vllmx/attention/backends/native.py.
+matrix products a torch call costs 5 to 10 us. Us a call in a running SmolLM2-135M on the 2-core
+development machine, with provider `cpu` and with this one, at 1 and at 8 rows: norm with residual
+51 to 28 and 71 to 28; rotation 51 to 20 and 62 to 19; activation 35 to 22 and 62 to 29; writing
+the cache 33 to 8 and 41 to 10; attention 110 to 30 and 295 to 86.
+Whole steps are in reports/cpu_speed.md. Attention's `native` is in
+vllmx/attention/backends/native.py.
 """
 
 from __future__ import annotations

@@ -11,9 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllmx.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
-from vllmx.attention.backends import torch_sdpa
-from vllmx.attention.backends.torch_sdpa import Plan, SDPAMetadata, TorchSDPABackend
+from vllmx.attention.backend import (
+    AttentionBackend,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllmx.attention.backends.torch_sdpa import Plan, SDPAMetadata, run_prefill
 from vllmx.ir.op import OpContext
 from vllmx.kernels.native_library import library
 from vllmx.kernels.native_ops import native_on_cpu, slot_stride
@@ -58,7 +61,7 @@ class NativeMetadataBuilder(AttentionMetadataBuilder):
         return NativeMetadata(common, self.block_size)
 
 
-class NativeBackend(TorchSDPABackend):
+class NativeBackend(AttentionBackend):
     """A C kernel for decode, torch's attention for prefill."""
 
     name = "native"
@@ -95,7 +98,7 @@ class NativeBackend(TorchSDPABackend):
         if metadata.several:
             for request in metadata.plan(sliding_window).prefills:
                 rows = slice(request.first, request.last)
-                out[rows] = torch_sdpa._prefill(
+                out[rows] = run_prefill(
                     query[rows], key_cache, value_cache, request, scale, soft_cap
                 )
         return out

@@ -219,7 +219,7 @@ class TorchSDPABackend(AttentionBackend):
             out[rows] = _decode(query[rows], key_cache, value_cache, group, scale, soft_cap)
         for request in plan.prefills:
             part = query[request.first : request.last]
-            out[request.first : request.last] = _prefill(
+            out[request.first : request.last] = run_prefill(
                 part, key_cache, value_cache, request, scale, soft_cap
             )
         return out
@@ -261,7 +261,7 @@ def _slots_in_place(cache: Tensor, first: int, length: int) -> Tensor:
     )
 
 
-def _prefill(
+def run_prefill(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -269,6 +269,7 @@ def _prefill(
     scale: float,
     soft_cap: float | None,
 ) -> Tensor:
+    """Attention of one request's new tokens, query [new tokens, num_heads, head_size]."""
     num_kv_heads, head_size = key_cache.shape[2:]
     keys = key_cache.index_select(0, request.blocks).flatten(0, 1)[: request.length]
     values = value_cache.index_select(0, request.blocks).flatten(0, 1)[: request.length]
