@@ -70,7 +70,33 @@ def upstream(session: nox.Session) -> None:
     """Run upstream's own unit tests of the engine core against vllmx; rewrites their report."""
     session.install("-e", ".[test]")
     session.run("vllmx", "fetch", "smollm2-135m")
-    session.run("vllmx", "parity", "upstream-tests", "parity.output=reports", *session.posargs)
+    session.run("vllmx", "parity", "upstream-tests", "parity.output_dir=reports", *session.posargs)
+
+
+@nox.session
+def parity(session: nox.Session) -> None:
+    """From a fresh clone to the report: replay the goldens, run the named tests, write reports/."""
+    session.install("-e", ".[test]")
+    session.run("vllmx", "fetch", "smollm2-135m")
+    session.run("vllmx", "fetch", "gemma3-270m")
+    session.run("python", "-m", "parity.nightly", "--short", *session.posargs)
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """Everything that this machine can show within a time box: nox -s nightly -- --minutes 60."""
+    session.install("-e", ".[test]")
+    session.run("vllmx", "fetch", "smollm2-135m")
+    session.run("vllmx", "fetch", "gemma3-270m")
+    session.run("python", "-m", "parity.nightly", *session.posargs)
+
+
+@nox.session
+def ledger(session: nox.Session) -> None:
+    """Fail if reports/ is not what the evidence gives today's code."""
+    session.install("-e", ".[test]")
+    session.run("vllmx", "parity", "ledger", "--check")
+    session.run("vllmx", "parity", "report", "--check")
 
 
 @nox.session(venv_backend="none")

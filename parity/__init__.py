@@ -1,19 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparisons with the references: `vllmx parity VERB [select=...]`, from a checkout."""
+"""Comparisons with the references: `vllmx parity VERB [overrides]`, from a checkout.
+
+A verb is a module of this package with a function `run(config: RunConfig) -> int`. Its exit code
+is 0: all is as expected; 1: something differs; 2: invalid or missing; 3: blocked.
+"""
 
 from __future__ import annotations
 
-from vllmx.config import RunConfig
-from vllmx.exceptions import UserError
+from importlib import import_module, util
 
-VERBS = ("upstream-tests",)
+from vllmx.config import PARITY_VERBS, RunConfig
+from vllmx.exceptions import UserError
 
 
 def run(config: RunConfig) -> int:
-    """Run the verb. Exit code 0: all is as expected; 1: something differs; 2: nothing was shown."""
+    """Run the verb of `config.parity`; UserError if there is none."""
     verb = config.parity.verb
-    if verb != "upstream-tests":
-        raise UserError(f"parity: no verb {verb!r}; choose one of {', '.join(VERBS)}.")
-    from .upstream_tests import run_selected
+    if verb is None:
+        raise UserError(f"vllmx parity needs a verb: one of {', '.join(PARITY_VERBS)}.")
+    name = f"{__name__}.{verb.replace('-', '_')}"
+    if util.find_spec(name) is None:
+        raise UserError(
+            f"vllmx parity {verb}: this checkout has no parity/{name.split('.')[-1]}.py."
+        )
+    module = import_module(name)
+    from .evidence import EvidenceError
+    from .golden import GoldenError
+    from .policy import PolicyError
 
-    return run_selected(config.parity.select, config.parity.output_dir)
+    try:
+        return int(module.run(config))
+    except (EvidenceError, GoldenError, PolicyError) as error:
+        raise UserError(f"parity {verb}: {error}") from error

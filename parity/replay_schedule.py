@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oracles.schedule_driver import EOS_TOKEN_ID, Player, Side, unpack
-from parity.schedule_traces import specs
+from parity.schedule_traces import MAMBA_ALIGN, specs
 from vllmx.config import VllmConfig
 from vllmx.core import block_hash
 from vllmx.core.async_scheduler import AsyncScheduler
@@ -28,6 +28,8 @@ from vllmx.core.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllmx.core.output import ModelRunnerOutput
@@ -62,6 +64,8 @@ def make_config(config: dict[str, Any]) -> VllmConfig:
     result.cache_config.block_size = config["block_size"]
     result.cache_config.enable_prefix_caching = config["enable_prefix_caching"]
     result.cache_config.num_gpu_blocks = config["num_blocks"]
+    if MAMBA_ALIGN in config["groups"]:
+        result.cache_config.mamba_cache_mode = "align"
     return result
 
 
@@ -70,11 +74,18 @@ def make_scheduler(config: dict[str, Any]) -> Scheduler:
     groups = []
     for number, window in enumerate(config["groups"]):
         shape = {"block_size": config["block_size"], "num_kv_heads": 1, "head_size": 1}
-        spec = (
-            FullAttentionSpec(**shape, dtype="float32")
-            if window is None
-            else SlidingWindowSpec(**shape, dtype="float32", sliding_window=window)
-        )
+        spec: KVCacheSpec
+        if window is None:
+            spec = FullAttentionSpec(**shape, dtype="float32")
+        elif window == MAMBA_ALIGN:
+            spec = MambaSpec(
+                block_size=config["block_size"],
+                shapes=((2 * config["block_size"],),),
+                dtypes=("float32",),
+                mamba_cache_mode="align",
+            )
+        else:
+            spec = SlidingWindowSpec(**shape, dtype="float32", sliding_window=window)
         groups.append(KVCacheGroupSpec([f"layer{number}"], spec))
     return (AsyncScheduler if config["async_scheduling"] else Scheduler)(
         make_config(config),

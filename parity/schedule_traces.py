@@ -20,6 +20,7 @@ from typing import Any
 from oracles.schedule_driver import draw
 
 MAX_MODEL_LEN = 128
+MAMBA_ALIGN = "mamba_align"
 
 
 class Draws:
@@ -61,7 +62,8 @@ class Kind:
     salts: int = 0  # per cent
     reset: bool = False
     extra_blocks: tuple[int, int] = (10, 60)  # above what the longest request needs
-    groups: tuple[int | None, ...] = (None,)  # None: full attention, else a window in blocks
+    # None: full attention; a window in blocks; MAMBA_ALIGN: recurrent states
+    groups: tuple[int | str | None, ...] = (None,)
     config: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -99,6 +101,23 @@ KINDS = {
     "two_windows": Kind(range(1, 4), **CROWD, prefix=50, groups=(None, 1, 3), config=SEATS),
     "window": Kind(range(1, 6), (24, 40), prefix=50, own=(10, 60), groups=(2,)),
     "window_tiny_pool": Kind(range(1, 6), **CROWD, prefix=50, groups=(3,), config=SEATS),
+    "mamba_align": Kind(range(1, 6), (24, 40), prefix=70, own=(1, 60), groups=(None, MAMBA_ALIGN)),
+    "mamba_align_tiny_pool": Kind(
+        range(1, 6),
+        **{**CROWD, "num_requests": (6, 10)},
+        prefix=60,
+        own=(10, 60),
+        groups=(None, MAMBA_ALIGN),
+        config=SEATS,
+    ),
+    "mamba_align_threshold": Kind(
+        range(1, 4),
+        (20, 36),
+        prefix=60,
+        own=(20, 60),
+        groups=(None, MAMBA_ALIGN, 2),
+        config={"long_prefill_token_threshold": (16, 24)},
+    ),
     "threshold": Kind((5, 6, 8, 9, 11), (20, 36), own=(20, 80), config=PIECES),
     "scheduled_tokens": Kind(
         (1, 3, 4, 5, 6), (20, 36), config={"max_num_scheduled_tokens": (9, 17, 31)}
@@ -150,7 +169,9 @@ def config_of(kind: Kind, draws: Draws) -> dict[str, Any]:
         "watermark": 0.0,
         "policy": "fcfs",
         "async_scheduling": draws.chance(40),
-        "groups": [g if g is None else g * block_size + draws(-3, 3) for g in kind.groups],
+        "groups": [
+            g * block_size + draws(-3, 3) if isinstance(g, int) else g for g in kind.groups
+        ],
     }
     config |= {key: draws.pick(values) for key, values in kind.config.items()}
     return config

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 
-from .upstream_tests import NOT_COLLECTED, STATUSES, Row, under, unexplained
+from .upstream_ratchet import under
+from .upstream_tests import NOT_COLLECTED, STATUSES, Row, lost, unexplained
 
 COLUMNS = ("passed", "not applicable", "deselected", "skipped", "missing symbol", "failed")
 
 
-def summary(prefix: str, rows: list[Row], expected: set[str]) -> str:
+def summary(prefix: str, rows: list[Row], expected: Set[str]) -> str:
     """One line on the tests under `prefix`: first those that upstream passes, then the others."""
     mine = [row for row in rows if under(row.id, prefix)]
     wanted = [row for row in mine if row.id in expected]
@@ -32,7 +34,7 @@ def summary(prefix: str, rows: list[Row], expected: set[str]) -> str:
     return text
 
 
-def markdown(rows: list[Row], expected: set[str], prefixes: list[str]) -> str:
+def markdown(rows: list[Row], expected: Set[str], here: Set[str], prefixes: list[str]) -> str:
     """The page: totals, a table by file, and the reasons by how many tests they hold up."""
     lines = [
         "# Upstream's unit tests on vllmx",
@@ -44,7 +46,8 @@ def markdown(rows: list[Row], expected: set[str], prefixes: list[str]) -> str:
         "columns count those among them, and in brackets the others of the file.",
         "",
         *[f"- {summary(prefix, rows, expected)}" for prefix in prefixes],
-        f"- unexplained: {len(unexplained(rows, expected))}",
+        f"- unexplained: {_names(unexplained(rows, expected))}",
+        f"- passed before and no longer: {_names(lost(rows, here))}",
         "",
         "| file | expected | " + " | ".join((*COLUMNS, NOT_COLLECTED)) + " |",
         "|---" * (len(COLUMNS) + 3) + "|",
@@ -56,7 +59,11 @@ def markdown(rows: list[Row], expected: set[str], prefixes: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _file_line(file: str, rows: list[Row], expected: set[str]) -> str:
+def _names(rows: list[Row]) -> str:
+    return f"{len(rows)}" + "".join(f"; `{row.id.removeprefix('tests/')}`" for row in rows)
+
+
+def _file_line(file: str, rows: list[Row], expected: Set[str]) -> str:
     cells = [str(sum(row.id in expected for row in rows))]
     for status in (*COLUMNS, NOT_COLLECTED):
         wanted = sum(row.status == status and row.id in expected for row in rows)
@@ -65,7 +72,7 @@ def _file_line(file: str, rows: list[Row], expected: set[str]) -> str:
     return f"| {file.removeprefix('tests/')} | " + " | ".join(cells) + " |"
 
 
-def _reasons(status: str, rows: list[Row], expected: set[str]) -> list[str]:
+def _reasons(status: str, rows: list[Row], expected: Set[str]) -> list[str]:
     """The reasons of one status with their counts, most frequent first; nothing for `passed`."""
     found = [row for row in rows if row.status == status]
     if not found or status == "passed":

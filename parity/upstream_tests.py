@@ -3,7 +3,8 @@
 
 The pinned source archive comes into a cache outside the repository; upstream_map.yaml says what
 stands for which module of upstream; each test file runs in a child process with that map laid
-over sys.modules. upstream_passing.txt names the tests that upstream itself passes offline on a CPU.
+over sys.modules. upstream_passing.txt names the tests that upstream itself passes offline on a CPU,
+and those that vllmx passes and must not lose.
 """
 
 from __future__ import annotations
@@ -17,21 +18,29 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import urllib.parse
 import urllib.request
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
+from vllmx.config import RunConfig
 from vllmx.exceptions import UserError
 
+from .upstream_ratchet import Passing, add_passed, read_passing
 from .upstream_shim.mapping import MapError, UpstreamMap, load_map
 
 HERE = Path(__file__).resolve().parent
 MAP = HERE / "upstream_map.yaml"
 PASSING = HERE / "upstream_passing.txt"
-TEST_SECONDS = 120
-FILE_SECONDS = 1800
+REPORTS = HERE.parent / "reports"
+TEST_SECONDS = 600
+FILE_SECONDS = 3600
+NAMED = 50  # tests that a run's last lines tell of
+DOWNLOAD_SECONDS = 60  # without a byte
 # Worst first: what a test comes to when its phases differ.
 STATUSES = ("failed", "missing symbol", "not applicable", "skipped", "passed", "deselected")
 NOT_COLLECTED = "not collected"
@@ -53,61 +62,89 @@ class Row:
         return self.id.split("::")[0]
 
 
+def run(config: RunConfig) -> int:
+    """`vllmx parity upstream-tests [select=...] [output_dir=...]`."""
+    return run_selected(config.parity.select, config.parity.output_dir)
+
+
 def run_selected(select: str | None, output: str | None) -> int:
     """Run the tests under `select` (paths under upstream's tests/, comma-separated; None: the
     suites of the map) and write upstream_tests.{tsv,md} into folder `output` (None: the cache).
 
-    Returns 0 if every test that upstream passes passes here too or is explained by the map, else
-    1. UserError (exit code 2) where nothing could be run.
+    Returns 0 if every test that upstream passes passes here too or is explained by the map, and no
+    test was lost that passed here before; else 1. UserError (exit code 2) where nothing could be
+    run. A run into reports/ marks what passes in upstream_passing.txt.
     """
-    try:
-        upstream_map = load_map(MAP)
-    except MapError as error:
-        raise UserError(f"{MAP}: {error}") from error
+    upstream_map = _read_map()
     prefixes = re.split(r"[,\s]+", select.strip()) if select else list(upstream_map.suites)
+    passing = read_passing(PASSING).under(prefixes)
+    _check_plugins()
     source = unpack(fetch(upstream_map), upstream_map)
     rows: list[Row] = []
     for file, nodes in test_files(source, prefixes).items():
         print(f"{file} ...", end=" ", flush=True)
+        started = time.monotonic()
         found = run_file(source, file, nodes, MAP)
         counts = Counter(row.status for row in found)
-        print(", ".join(f"{counts[s]} {s}" for s in STATUSES if counts[s]) or "no test", flush=True)
+        words = ", ".join(f"{counts[s]} {s}" for s in STATUSES if counts[s]) or "no test"
+        print(f"{words} ({time.monotonic() - started:.0f} s)", flush=True)
         rows += found
-    expected = expected_ids(prefixes)
-    rows += not_collected(rows, expected)
-    folder = Path(output) if output else cache_folder() / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    from .upstream_report import markdown, summary
-
-    write_tsv(rows, expected, folder / "upstream_tests.tsv")
-    (folder / "upstream_tests.md").write_text(markdown(rows, expected, prefixes), encoding="utf-8")
-    for prefix in prefixes:
-        print(summary(prefix, rows, expected))
-    print(f"rows: {folder / 'upstream_tests.tsv'}")
+    rows += not_collected(rows, passing.upstream | passing.here)
     if not rows:
         raise UserError(f"parity: no test under {', '.join(prefixes)}.")
-    return int(bool(unexplained(rows, expected)))
+    folder = Path(output) if output else cache_folder() / "results"
+    _write_results(rows, passing, prefixes, folder)
+    bad = unexplained(rows, passing.upstream)
+    gone = lost(rows, passing.here)
+    for what, found in (("unexplained", bad), ("no longer passes", gone)):
+        for row in found[:NAMED]:
+            print(f"{what}: {row.id}: {row.status}: {row.symbol or row.reason[:120]}")
+        if len(found) > NAMED:
+            print(f"{what}: {len(found) - NAMED} more, all named in upstream_tests.md")
+    return int(bool(bad or gone))
 
 
-def unexplained(rows: list[Row], expected: set[str]) -> list[Row]:
+def _read_map() -> UpstreamMap:
+    try:
+        return load_map(MAP)
+    except MapError as error:
+        raise UserError(f"{MAP}: {error}") from error
+
+
+def _check_plugins() -> None:
+    missing = [name for name in ("pytest", "pytest_timeout") if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"parity upstream-tests needs {' and '.join(missing)}: `pip install -e '.[test]'`."
+        )
+
+
+def _write_results(rows: list[Row], passing: Passing, prefixes: list[str], folder: Path) -> None:
+    from .upstream_report import markdown, summary
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tsv(rows, passing.upstream, folder / "upstream_tests.tsv")
+    page = markdown(rows, passing.upstream, passing.here, prefixes)
+    (folder / "upstream_tests.md").write_text(page, encoding="utf-8")
+    for prefix in prefixes:
+        print(summary(prefix, rows, passing.upstream))
+    print(f"rows: {folder / 'upstream_tests.tsv'}")
+    if folder.resolve() == REPORTS:
+        count = add_passed(PASSING, (row.id for row in rows if row.status == "passed"))
+        print(f"{PASSING.name}: {count} tests more")
+
+
+def unexplained(rows: list[Row], expected: Set[str]) -> list[Row]:
     """Rows of tests that upstream passes, and that neither pass here nor have a reason."""
     return [row for row in rows if row.id in expected and row.status not in EXPLAINED]
 
 
-def expected_ids(prefixes: list[str]) -> set[str]:
-    """Ids that upstream passes, of those under `prefixes`."""
-    lines = PASSING.read_text(encoding="utf-8").splitlines()
-    return {line for line in lines if any(under(line, prefix) for prefix in prefixes)}
+def lost(rows: list[Row], here: Set[str]) -> list[Row]:
+    """Rows of tests that passed here before and do not any more."""
+    return [row for row in rows if row.id in here and row.status != "passed"]
 
 
-def under(nodeid: str, prefix: str) -> bool:
-    """Whether test `nodeid` is selected by `prefix`, a folder, file or id without `tests/`."""
-    path = nodeid.removeprefix("tests/")
-    rest = path.removeprefix(prefix.rstrip("/"))
-    return path != rest and (not rest or rest[0] in "/:[")
-
-
-def not_collected(rows: list[Row], expected: set[str]) -> list[Row]:
+def not_collected(rows: list[Row], expected: Set[str]) -> list[Row]:
     """A row for each expected test that no row tells of, with its file's trouble as the reason."""
     known = {row.id for row in rows}
     whole_files = {row.id: row for row in rows if "::" not in row.id}
@@ -121,7 +158,7 @@ def not_collected(rows: list[Row], expected: set[str]) -> list[Row]:
     return result
 
 
-def write_tsv(rows: list[Row], expected: set[str], path: Path) -> None:
+def write_tsv(rows: list[Row], expected: Set[str], path: Path) -> None:
     """One line a test: id, status, whether upstream passes it, symbol, reason."""
     lines = ["id\tstatus\tupstream\tsymbol\treason"]
     for row in sorted(rows, key=lambda row: row.id):
@@ -155,16 +192,20 @@ def run_file(source: Path, file: str, nodes: list[str], map_file: Path) -> list[
     with tempfile.TemporaryDirectory(prefix="upstream-") as scratch:
         rows = Path(scratch) / "rows.jsonl"
         rows.touch()
-        paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        # The bridge serves processes that a test starts: they have no plugin.
+        paths = [str(HERE.parent), str(HERE / "upstream_shim" / "bridge")]
+        paths += [os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
             "PYTHONDONTWRITEBYTECODE": "1",
             "UPSTREAM_MAP": str(map_file),
             "UPSTREAM_ROWS": str(rows),
+            "UPSTREAM_SCRATCH": scratch,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",
         }
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "upstream_shim.plugin"]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "parity.upstream_shim.plugin"]
         command += ["-p", "no:cacheprovider", "--import-mode=prepend", f"--rootdir={source}"]
         command += ["-c", os.devnull, "--continue-on-collection-errors"]
         command += [f"--timeout={TEST_SECONDS}", f"--confcutdir={source / 'tests' / 'v1'}", *nodes]
@@ -216,8 +257,11 @@ def fetch(upstream_map: UpstreamMap) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".part{os.getpid()}")
     try:
-        url = _find_in_index(name, path.name)
-        with urllib.request.urlopen(url) as answer, part.open("wb") as file:
+        url = find_in_index(name, path.name)
+        with (
+            urllib.request.urlopen(url, timeout=DOWNLOAD_SECONDS) as answer,
+            part.open("wb") as file,
+        ):
             shutil.copyfileobj(answer, file)
         if (found := sha256_of(part)) != wanted:
             raise UserError(f"{path.name}: the index gives SHA-256 {found}, the map {wanted}.")
@@ -229,20 +273,20 @@ def fetch(upstream_map: UpstreamMap) -> Path:
     return path
 
 
-def _find_in_index(name: str, filename: str) -> str:
+def find_in_index(name: str, filename: str) -> str:
     """URL of `filename` on the page of project `name` of the index that pip uses."""
-    page = f"{_index_url().rstrip('/')}/{name}/"
+    page = f"{index_url().rstrip('/')}/{name}/"
     request = urllib.request.Request(page, headers={"Accept": "text/html"})
-    with urllib.request.urlopen(request) as answer:
+    with urllib.request.urlopen(request, timeout=DOWNLOAD_SECONDS) as answer:
         text = answer.read().decode("utf-8", "replace")
         base = answer.url
     for link in re.findall(r'href="([^"]+)"', text):
-        if urllib.parse.urlsplit(link).path.endswith("/" + filename):
+        if urllib.parse.urlsplit(link).path.rpartition("/")[2] == filename:
             return urllib.parse.urljoin(base, link)
     raise UserError(f"{page} has no {filename}.")
 
 
-def _index_url() -> str:
+def index_url() -> str:
     """The index of pip's environment or configuration, else the one that pip has built in."""
     if url := os.environ.get("PIP_INDEX_URL"):
         return url

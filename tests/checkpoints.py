@@ -48,7 +48,15 @@ TINY = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "tie_word_embeddings": True,
     },
+    "qwen3": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
 }
+FAMILIES = {"llama": "Llama", "gemma3": "Gemma3", "qwen3": "Qwen3"}
+"""Start of a name in TINY -> start of the names of transformers' classes."""
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -66,14 +74,13 @@ def save_tiny(name: str, folder: Path, seed: int = 0) -> torch.nn.Module:
 
     Weights are larger than usual, so that attention is peaked and positions matter.
     """
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+    import transformers
 
     torch.manual_seed(seed)
-    config_cls, model_cls = (
-        (Gemma3TextConfig, Gemma3ForCausalLM)
-        if name.startswith("gemma3")
-        else (LlamaConfig, LlamaForCausalLM)
-    )
+    family = FAMILIES[name.partition("_")[0]]
+    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config_cls = getattr(transformers, config_name)
+    model_cls = getattr(transformers, f"{family}ForCausalLM")
     config = config_cls(**{**COMMON, **TINY[name]})
     config._attn_implementation = "eager"
     model = model_cls(config).float().eval()

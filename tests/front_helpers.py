@@ -152,8 +152,11 @@ def vllm_config(
     vocab_size: int = 1000, max_model_len: int = 256, script=None, **overrides
 ) -> VllmConfig:
     """A config with a NullWorker and no checkpoint. `overrides`: "node.field" with __ for the dot,
-    worker__NAME for arguments of NullWorker."""
+    worker__NAME for arguments of NullWorker.
+
+    The engine core stays in this process, where tests can look at it, unless they say otherwise."""
     run = RunConfig()
+    run.parallel.enable_multiprocessing = False
     worker_args = {} if script is None else {"script": script}
     for key, value in overrides.items():
         node, field = key.split("__")

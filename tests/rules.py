@@ -27,7 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("entrypoints/openai",),
     ("entrypoints",),
     ("engine",),
-    ("metrics/loggers", "metrics/prometheus"),
+    ("metrics/aggregate", "metrics/loggers", "metrics/prometheus"),
     ("worker",),
     ("model_loader/loader",),
     ("models",),
@@ -56,15 +56,25 @@ BASE = {
     "outputs",
     "logprobs",
     "core/output",
+    "ec_transfer/__init__",
+    "ec_transfer/base",
+    "ec_transfer/factory",
+    "kv_transfer/__init__",
+    "kv_transfer/base",
+    "kv_transfer/factory",
     "metrics/stats",
     "models/hf_config",
     "engine/__init__",
+    "lora/request",
+    "multimodal",
+    "structured_output/request",
     "cli_args",
     "compose",
 }
 CORE_SEES = BASE | {"core"}
 NO_TORCH = ("core/", "request", "config", "sampling_params", "outputs", "cli", "compose")
 NO_TORCH_EITHER = ("tasks/prompts", "tasks/http_client", "tasks/fetch", "tasks/clock")
+NO_TORCH_EITHER += ("multimodal", "ec_transfer/")
 HYDRA_FILE = "compose"
 ENVIRON_FILE = "platform"
 # Spelt in pieces so that this file does not break its own rule.

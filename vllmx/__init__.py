@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllmx.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from vllmx.engine.async_llm import AsyncLLM
     from vllmx.engine.llm_engine import LLMEngine
     from vllmx.entrypoints.llm import LLM
@@ -18,6 +19,8 @@ _MODULES = {
     "LLM": "vllmx.entrypoints.llm",
     "LLMEngine": "vllmx.engine.llm_engine",
     "AsyncLLM": "vllmx.engine.async_llm",
+    "EngineArgs": "vllmx.engine.arg_utils",
+    "AsyncEngineArgs": "vllmx.engine.arg_utils",
     "SamplingParams": "vllmx.sampling_params",
     "RequestOutput": "vllmx.outputs",
     "CompletionOutput": "vllmx.outputs",
@@ -25,8 +28,10 @@ _MODULES = {
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "CompletionOutput",
+    "EngineArgs",
     "LLMEngine",
     "RequestOutput",
     "SamplingParams",

@@ -12,7 +12,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cache
 from os import PathLike, fspath
 from pathlib import Path
@@ -30,6 +30,8 @@ RENAMED = {
     "attention.backend": "attention_backend",
     "sampling.seed": "sampling_seed",
     "server.disable_access_log": "disable_uvicorn_access_log",
+    "parity.from_version": "from",
+    "parity.to_version": "to",
 }
 # A flag that says the opposite of its field.
 INVERTED = {"observability.log_stats": "disable_log_stats"}
@@ -38,14 +40,20 @@ NODES = {
     "compilation": "compilation_config",
     "attention": "attention_config",
     "kernel": "kernel_config",
+    "speculative": "speculative_config",
+    "kv_transfer": "kv_transfer_config",
+    "kv_events": "kv_events_config",
 }
 WITHOUT_FLAG = {"model.name", "model.source"}
+# Nodes whose fields have no flag each.
+FIELDS_WITHOUT_FLAG = ("model.source.", "kv_transfer.", "kv_events.", "speculative.")
 SHORT = {
     "-q": "quantization",
     "-tp": "tensor_parallel_size",
     "-pp": "pipeline_parallel_size",
     "-dp": "data_parallel_size",
     "-cc": "compilation_config",
+    "-sc": "speculative_config",
     "-ac": "attention_config",
 }
 # Numbers that may be written 1k (1000), 1K (1024), 25.6k, 2M, ...
@@ -65,13 +73,14 @@ NODE_COMMANDS = {
     "sampling": GENERATING,
     "server": frozenset({"serve"}),
     "bench": frozenset({"bench"}),
-    "parity": frozenset(),
+    "parity": frozenset({"parity"}),
     "debug": frozenset(),
 }
 KEY_COMMANDS = {
     "server.url": frozenset({"chat", "complete"}),
     "server.api_key": frozenset({"serve", "chat", "complete"}),
     "bench.kind": frozenset(),
+    "parity.verb": frozenset(),
     "prompt": frozenset({"generate", "chat", "complete"}),
     "prompt_file": frozenset({"generate"}),
     "messages": frozenset({"chat"}),
@@ -178,7 +187,7 @@ def flags() -> dict[str, Flag]:
     table: dict[str, Flag] = {}
     for key, spec in fields().items():
         node = key.split(".")[0]
-        if key in WITHOUT_FLAG or key.startswith("model.source."):
+        if key in WITHOUT_FLAG or key.startswith(FIELDS_WITHOUT_FLAG):
             continue
         if spec.kind == "node":
             name = NODES.get(key)
@@ -243,7 +252,9 @@ def check_value(spec: Field, where: str, value: Any) -> Any:
         raise UserError(f"{where}: {_needs(spec)}, got null.")
     if spec.kind == "str" and not isinstance(value, str):
         value = _as_text(value)
-    item_kind = {"list[int]": int, "list[str]": str}.get(spec.kind)
+    if spec.kind == "node" and is_dataclass(value):  # KVTransferConfig(...) and its like
+        value = {name: getattr(value, name) for name in value.__dataclass_fields__}
+    item_kind = {"list[int]": int, "list[str]": str, "list[List]": list}.get(spec.kind)
     if item_kind is not None:
         items = [value] if isinstance(value, (str, int)) else value
         if isinstance(items, (list, tuple)) and all(type(item) is item_kind for item in items):
@@ -294,6 +305,7 @@ def _needs(spec: Field) -> str:
         "str": "needs a string",
         "list[int]": "needs a list of whole numbers",
         "list[str]": "needs a list of strings",
+        "list[List]": "needs a list of lists",
     }
     return words.get(spec.kind, "needs a JSON object")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import textwrap
 
 from vllmx.cli_args import HUMAN_READABLE, SHORT, Flag, flags
+from vllmx.config import PARITY_VERBS
 
 USAGE = "vllmx <command> [MODEL] [flags] [key=value ...] [-m]"
 
@@ -35,9 +36,11 @@ def command_help(command: str, summary: str, search: str = "") -> str:
             word = search.lower().replace("-", "_")
             if search in ("", "all") or word in flag.name or word == node:
                 shown.setdefault(node, []).append(flag)
-    kind = "KIND " if command == "bench" else ""
-    usage = f"usage: vllmx {command} {kind}[MODEL] [flags] [key=value ...] [-m]"
+    words = {"bench": "KIND [MODEL]", "parity": "VERB [SELECT]"}.get(command, "[MODEL]")
+    usage = f"usage: vllmx {command} {words} [flags] [key=value ...] [-m]"
     lines = [usage, "", f"{summary}."]
+    if command == "parity":
+        lines += textwrap.wrap(f"VERB is one of {', '.join(PARITY_VERBS)}.", 98)
     for node, entries in shown.items():
         lines += ["", f"{node}:"]
         for flag in entries:

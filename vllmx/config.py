@@ -10,14 +10,20 @@ vllmx/cli.py. This file imports neither torch nor Hydra, so a wrong key is refus
 from __future__ import annotations
 
 import copy
+import logging
 import math
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Dict, List, Optional  # noqa: UP035
 
 from vllmx.exceptions import UserError
 
 if TYPE_CHECKING:
     from vllmx.models.hf_config import HFConfig
+
+logger = logging.getLogger(__name__)
 
 # OmegaConf resolves these annotations at run time and knows typing's spellings only.
 
@@ -106,7 +112,10 @@ class ModelConfig:
     if TYPE_CHECKING:
         hf_config: HFConfig = field(init=False)
         generation_config_dict: dict[str, Any] | None = field(init=False)
+        mm_max_toks_per_item: Mapping[str, int] = field(init=False)
     generation_config_dict = None
+    # Embeddings of one item at most, by modality; empty for a model that takes text alone.
+    mm_max_toks_per_item = MappingProxyType({})
     max_model_len_pinned = True
 
     @property
@@ -158,8 +167,11 @@ class CacheConfig:
     """Tokens a prefix-cache hash covers; None: the smallest block size among the KV groups."""
     gpu_memory_utilization: float = number(0.92, gt=0, le=1)
     """Share of the device's memory that the engine may use."""
-    cache_dtype: str = choice("auto", "auto", "float32", "float16", "bfloat16")
-    """Dtype of the cache (flag --kv-cache-dtype). auto: the model's."""
+    cache_dtype: str = choice(
+        "auto", "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"
+    )
+    """Dtype of the cache (flag --kv-cache-dtype). auto: the model's; fp8 is fp8_e4m3. Scales are
+    1.0. What cannot read it says so: a CPU then attends with torch's kernels."""
     num_gpu_blocks_override: Optional[int] = number(None, gt=0)
     """Number of blocks, instead of what memory allows."""
     kv_cache_memory_bytes: Optional[int] = number(None, gt=0)
@@ -219,6 +231,105 @@ class SchedulerConfig:
     """Tokens between two streamed outputs of a request."""
     prefill_schedule_interval: int = number(1, ge=1)
     """Steps between two admissions of prompts under data parallelism."""
+    disable_chunked_mm_input: bool = False
+    """Have all of an image or sound in one step, if the step's budget allows it."""
+
+    @property
+    def max_num_encoder_input_tokens(self) -> int:
+        """Embeddings that the encoders may compute in a step, if no single item is larger."""
+        assert self.max_num_batched_tokens is not None, "not resolved yet"
+        return self.max_num_batched_tokens
+
+    @property
+    def encoder_cache_size(self) -> int:
+        """Embeddings that are kept, if no single item is larger."""
+        return self.max_num_encoder_input_tokens
+
+    def adapt_to_encoder_decoder(self) -> None:
+        """Switch off what a decoder that attends to an encoder cannot do: prompts in pieces."""
+        self.enable_chunked_prefill = False
+        self.disable_chunked_mm_input = True
+        self.long_prefill_token_threshold = 0
+
+
+@dataclass
+class SpeculativeConfig:
+    """Speculative decoding: tokens are drafted cheaply and verified several at a time."""
+
+    num_speculative_tokens: Optional[int] = number(None, ge=1)
+    """Most drafts of a request in a step. None: no speculative decoding."""
+    model: Optional[str] = None
+    """Draft model, or further weights that draft; `ngram` is the method of that name."""
+    method: Optional[str] = choice(
+        *(None, "ngram", "ngram_gpu", "draft_model", "eagle", "eagle3", "mtp", "medusa"),
+        *("mlp_speculator", "suffix", "dflash", "dspark", "custom_class"),
+    )
+    """How tokens are drafted. None: ngram for that model, else draft_model."""
+    prompt_lookup_max: Optional[int] = number(None, ge=1)
+    """Longest n-gram that ngram looks up. None: prompt_lookup_min, or 5."""
+    prompt_lookup_min: Optional[int] = number(None, ge=1)
+    """Shortest such n-gram. None: prompt_lookup_max, or 5."""
+    num_speculative_tokens_per_batch_size: Optional[List[List[int]]] = None
+    """Fewer drafts in large batches: entries [first, last, drafts], `first` to `last` being
+    requests of a step. Between two ranges and after the last, the range before goes on."""
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens is None:
+            return
+        if self.method is None:
+            self.method = "ngram" if self.model in ("ngram", "[ngram]") else "draft_model"
+        if self.method in ("ngram", "ngram_gpu"):
+            self.model = self.model or self.method
+            shortest = self.prompt_lookup_min or self.prompt_lookup_max or 5
+            self.prompt_lookup_max = self.prompt_lookup_max or shortest
+            self.prompt_lookup_min = shortest
+            if shortest > self.prompt_lookup_max:
+                raise UserError(
+                    f"speculative.prompt_lookup_min={shortest} must be <= "
+                    f"prompt_lookup_max={self.prompt_lookup_max}."
+                )
+        elif self.model is None and self.method not in ("mtp", "dspark", "suffix"):
+            raise UserError(
+                "speculative.num_speculative_tokens was provided but without speculative model: "
+                "set speculative.model, or speculative.method=ngram, which needs none."
+            )
+
+    def use_eagle(self) -> bool:
+        """Whether the drafter reads the model's hidden states."""
+        return self.method in ("eagle", "eagle3", "mtp", "dflash", "dspark")
+
+    def use_dflash(self) -> bool:
+        """Whether the drafts of a step are filled in all at once."""
+        return self.method == "dflash"
+
+    def use_dspark(self) -> bool:
+        """The same, the last sampled token being the first of those filled in."""
+        return self.method == "dspark"
+
+    def uses_draft_model(self) -> bool:
+        """Whether a model of its own drafts."""
+        return self.method == "draft_model"
+
+
+@dataclass
+class LoRAConfig:
+    """LoRA adapters."""
+
+    enable_lora: bool = False
+    """Whether requests may ask for an adapter."""
+    max_loras: int = number(1, ge=1)
+    """Most adapters in one step."""
+    max_lora_rank: int = number(16, ge=1)
+    """Highest rank of an adapter."""
+    max_cpu_loras: Optional[int] = number(None, ge=1)
+    """Adapters kept in memory; None: max_loras, and never less than that."""
+
+    def __post_init__(self) -> None:
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise UserError(
+                f"lora.max_cpu_loras ({self.max_cpu_loras}) must be >= max_loras "
+                f"({self.max_loras})."
+            )
 
 
 @dataclass
@@ -249,6 +360,12 @@ class ParallelConfig:
     """How the engine core reaches its workers: uni is in the same process."""
     worker_cls: str = "auto"
     """Dotted name of the worker class; auto: vllmx.worker.gpu_worker.Worker."""
+    enable_multiprocessing: Optional[bool] = None
+    """Run the engine core in a process of its own, as upstream's VLLM_ENABLE_V1_MULTIPROCESSING
+    does. None: for `serve` and AsyncLLM yes, for LLM and the other commands no."""
+    allow_insecure_serialization: bool = False
+    """Let pickle send to and from the engine's process what has no other form, such as functions
+    for collective_rpc."""
 
     decode_context_parallel_size = 1
     prefill_context_parallel_size = 1
@@ -262,9 +379,10 @@ class CompilationConfig:
     """CUDA graphs."""
 
     cudagraph_mode: Optional[str] = choice(None, "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY")
-    """Which batches run as graphs; None: NONE on a CPU."""
+    """Which batches run as graphs. None: decodes on a GPU (FULL_DECODE_ONLY), NONE on a CPU."""
     cudagraph_capture_sizes: Optional[List[int]] = None
-    """Batch sizes to capture; None: chosen from max_num_seqs."""
+    """Batch sizes to capture; others run in the next larger one. None: 1, 2, 4, then every 8, from
+    256 on every 16, up to max_num_seqs or 512."""
 
 
 @dataclass
@@ -307,6 +425,101 @@ class ObservabilityConfig:
 
     kv_cache_metrics = False
     kv_cache_metrics_sample = 0.01
+
+
+KV_PRODUCERS = ("kv_producer", "kv_both")
+KV_CONSUMERS = ("kv_consumer", "kv_both")
+
+
+@dataclass
+class KVTransferConfig:
+    """KV entries that come from or go to somewhere outside the engine (--kv-transfer-config)."""
+
+    kv_connector: Optional[str] = None
+    """The connector that moves them: ExampleConnector, MultiConnector, or a class of
+    kv_connector_module_path. None: nothing is moved."""
+    engine_id: Optional[str] = None
+    """Name of this engine among those that exchange entries. None: a random one."""
+    kv_buffer_device: Optional[str] = None
+    """Device of the connector's buffers. None: the engine's."""
+    kv_buffer_size: float = number(1e9, ge=0)
+    """Bytes of the connector's buffers."""
+    kv_role: Optional[str] = choice(None, "kv_producer", "kv_consumer", "kv_both")
+    """Whether this engine gives entries away, takes them, or both; needed with a connector."""
+    kv_rank: Optional[int] = None
+    """Rank of this engine among those that exchange entries."""
+    kv_parallel_size: int = number(1, ge=1)
+    """Engines that exchange entries."""
+    kv_ip: str = "127.0.0.1"
+    """Address of the connector."""
+    kv_port: int = number(14579, ge=0, lt=65536)
+    """Port of the connector."""
+    kv_connector_extra_config: Dict[str, Any] = field(default_factory=dict)
+    """Whatever else the connector wants to know."""
+    kv_connector_module_path: Optional[str] = None
+    """Python module that has the class named in kv_connector."""
+    enable_permute_local_kv: bool = False
+    """Let the connector change the order of a cache's dimensions on the way."""
+    kv_load_failure_policy: str = choice("fail", "fail", "recompute")
+    """What becomes of a request whose entries could not be loaded: it ends with an error, or
+    computes them itself."""
+
+    def __post_init__(self) -> None:
+        roles = ("kv_producer", "kv_consumer", "kv_both")
+        if self.kv_role is not None and self.kv_role not in roles:
+            raise UserError(
+                f"Unsupported kv_role: {self.kv_role}. Supported roles are {', '.join(roles)}"
+            )
+        if self.kv_connector is None:
+            return
+        if self.kv_role is None:
+            raise UserError(
+                "Please specify kv_role when kv_connector is set, supported roles are "
+                f"{', '.join(roles)}"
+            )
+        if self.engine_id is None:
+            self.engine_id = str(uuid.uuid4())
+
+    @property
+    def is_kv_transfer_instance(self) -> bool:
+        """Whether anything is moved."""
+        return self.kv_connector is not None and self.kv_role is not None
+
+    @property
+    def is_kv_producer(self) -> bool:
+        """Whether entries are given away."""
+        return self.kv_connector is not None and self.kv_role in KV_PRODUCERS
+
+    @property
+    def is_kv_consumer(self) -> bool:
+        """Whether entries are taken."""
+        return self.kv_connector is not None and self.kv_role in KV_CONSUMERS
+
+    def get_from_extra_config(self, key: str, default: Any) -> Any:
+        """A value of kv_connector_extra_config."""
+        return self.kv_connector_extra_config.get(key, default)
+
+
+@dataclass
+class KVEventsConfig:
+    """What is published of the prefix cache (--kv-events-config)."""
+
+    enable_kv_cache_events: bool = False
+    """Tell when blocks are stored in the prefix cache and removed from it."""
+    publisher: Optional[str] = choice(None, "null", "zmq")
+    """How events are published; null: not at all. None: zmq where they are enabled."""
+    endpoint: str = "tcp://*:5557"
+    """ZeroMQ address of the events. One with * (or ipc://) is bound, another one connected to."""
+    replay_endpoint: Optional[str] = None
+    """ZeroMQ address that is bound for requests of events that were missed. None: no replay."""
+    buffer_steps: int = number(10_000, ge=0)
+    """Batches of events kept for replay, the last ones."""
+    hwm: int = number(100_000, ge=0)
+    """Batches that wait for one slow subscriber before it loses some."""
+    max_queue_size: int = number(100_000, ge=0)
+    """Batches that wait for publishing before the engine waits for them; 0 is no limit."""
+    topic: str = ""
+    """Topic of the messages, which a subscriber may select."""
 
 
 @dataclass
@@ -401,16 +614,90 @@ class BenchConfig:
     """File that takes the result; null prints it."""
 
 
+EC_ROLES = ("ec_producer", "ec_consumer", "ec_both")
+
+
+@dataclass
+class ECTransferConfig:
+    """Encoder outputs that come from, or go to, another engine."""
+
+    ec_connector: Optional[str] = None
+    """The connector that moves them: ECExampleConnector, or a class of ec_connector_module_path.
+    None: nothing is moved."""
+    engine_id: Optional[str] = None
+    """Name of this engine among those that exchange outputs. None: a random one."""
+    ec_role: Optional[str] = choice(None, *EC_ROLES)
+    """Whether this engine gives outputs away, takes them, or both; needed with a connector."""
+    ec_connector_extra_config: Dict[str, Any] = field(default_factory=dict)
+    """Whatever else the connector wants to know."""
+    ec_connector_module_path: Optional[str] = None
+    """Python module that has the class named in ec_connector."""
+
+    def __post_init__(self) -> None:
+        roles = ", ".join(EC_ROLES)
+        if self.ec_role is not None and self.ec_role not in EC_ROLES:
+            raise UserError(f"Unsupported ec_role: {self.ec_role}. Supported roles are {roles}")
+        if self.ec_connector is not None and self.ec_role is None:
+            raise UserError(
+                f"Please specify ec_role when ec_connector is set, supported roles are {roles}"
+            )
+        if self.engine_id is None:
+            self.engine_id = str(uuid.uuid4())
+
+    @property
+    def is_ec_transfer_instance(self) -> bool:
+        """Whether anything is moved."""
+        return self.ec_connector is not None
+
+    @property
+    def is_ec_producer(self) -> bool:
+        """Whether outputs are given away."""
+        return self.ec_connector is not None and self.ec_role != "ec_consumer"
+
+    @property
+    def is_ec_consumer(self) -> bool:
+        """Whether outputs are taken."""
+        return self.ec_connector is not None and self.ec_role != "ec_producer"
+
+    def get_from_extra_config(self, key: str, default: Any) -> Any:
+        """A value of ec_connector_extra_config."""
+        return self.ec_connector_extra_config.get(key, default)
+
+
+PARITY_VERBS = (
+    *("census", "record", "calibrate", "replay", "probe", "bisect", "mutate"),
+    *("collect", "ledger", "plan", "report", "explain", "budget", "upstream-tests"),
+)
+"""Each verb is a module of parity/ with a function `run(config)`."""
+
+
 @dataclass
 class ParityConfig:
-    """`vllmx parity`."""
+    """`vllmx parity VERB`; its keys may be written without the node: `select=rms_norm`."""
 
-    verb: str = ""
+    verb: Optional[str] = choice(None, *PARITY_VERBS)
     """What to do."""
     select: Optional[str] = None
-    """Part of the cases, by prefix."""
+    """Part of the cases or rows, by prefix; several are separated by commas."""
+    tier: Optional[str] = choice(None, "T0", "T1", "T2", "T3")
+    """Rows of one tier only."""
+    provider: Optional[str] = None
+    """Provider of the ops that replay runs; null runs each one that is there."""
+    oracle: Optional[str] = None
+    """Source of truth that record asks; null asks the one named for each golden."""
+    from_version: Optional[str] = None
+    """Upstream version, or source archive or folder, that census starts from (`from=`);
+    for collect a file of results: upstream_tests.tsv, or pytest's JUnit XML."""
+    to_version: Optional[str] = None
+    """Upstream version, source archive or folder that census compares with (`to=`)."""
+    minutes: float = number(60, gt=0)
+    """Time box of the verbs that run tests; what it leaves undone counts as missing."""
+    check: bool = False
+    """Write nothing; exit code 1 if what is written is stale."""
+    json: bool = False
+    """Print one JSON object a row."""
     output_dir: Optional[str] = None
-    """Folder that takes the results; null is the cache."""
+    """Folder that takes the results; null is the verb's own."""
 
 
 @dataclass
@@ -445,6 +732,10 @@ class RunConfig:
     """Group `server`."""
     device: DeviceConfig = field(default_factory=DeviceConfig)
     """Group `device`."""
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    """Speculative decoding."""
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """LoRA adapters."""
     load: LoadConfig = field(default_factory=LoadConfig)
     """How weights are read."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -453,6 +744,10 @@ class RunConfig:
     """CUDA graphs."""
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     """Statistics."""
+    kv_transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
+    """KV entries that come from or go to somewhere else."""
+    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
+    """What is published of the prefix cache."""
     bench: BenchConfig = field(default_factory=BenchConfig)
     """Benchmarks."""
     parity: ParityConfig = field(default_factory=ParityConfig)
@@ -495,14 +790,51 @@ class VllmConfig:
     """CUDA graphs."""
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
     """Statistics."""
+    kv_transfer_config: KVTransferConfig | None = None
+    """KV connectors; None without one."""
+    ec_transfer_config: ECTransferConfig | None = None
+    """Encoder-cache connectors; None without one."""
+    speculative_config: SpeculativeConfig | None = None
+    """Speculative decoding, None without."""
+    lora_config: LoRAConfig | None = None
+    """LoRA adapters, None without."""
+    kv_events_config: KVEventsConfig | None = None
+    """Events of the prefix cache, None without."""
 
-    lora_config = None
-    speculative_config = None
-    kv_transfer_config = None
-    kv_events_config = None
-    ec_transfer_config = None
     structured_outputs_config = None
-    num_speculative_tokens = 0
+
+    def __post_init__(self) -> None:
+        if self.kv_transfer_config is not None:
+            self._adapt_to_kv_connector(self.kv_transfer_config)
+        if self.scheduler_config.disable_hybrid_kv_cache_manager is None:
+            self.scheduler_config.disable_hybrid_kv_cache_manager = False
+
+    def _adapt_to_kv_connector(self, transfer: KVTransferConfig) -> None:
+        """One KV group for a connector that can't serve several; UserError if that is ruled out,
+        or if there is no such connector."""
+        from vllmx.kv_transfer.factory import KVConnectorFactory
+
+        if KVConnectorFactory.supports_hma_config(transfer):
+            return
+        if self.scheduler_config.disable_hybrid_kv_cache_manager is False:
+            raise UserError(
+                "scheduler.disable_hybrid_kv_cache_manager=false: the KV connector "
+                f"{transfer.kv_connector} can't serve a cache with several groups; leave it unset."
+            )
+        self.scheduler_config.disable_hybrid_kv_cache_manager = True
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Most drafts of a request in a step, 0 without speculative decoding."""
+        if self.speculative_config is None:
+            return 0
+        return self.speculative_config.num_speculative_tokens or 0
+
+    @property
+    def max_concurrent_batches(self) -> int:
+        """Steps that may be under way at once."""
+        overlap = bool(self.scheduler_config.async_scheduling)
+        return self.parallel_config.pipeline_parallel_size + overlap
 
 
 # Node of RunConfig -> field of VllmConfig.
@@ -518,6 +850,10 @@ ENGINE_NODES = {
     "quant": "quant_config",
     "compilation": "compilation_config",
     "observability": "observability_config",
+    "kv_transfer": "kv_transfer_config",
+    "kv_events": "kv_events_config",
+    "speculative": "speculative_config",
+    "lora": "lora_config",
 }
 
 
@@ -563,12 +899,45 @@ def finalize(run: RunConfig) -> VllmConfig:
             check_fields(value, node)
     check_fields(run, "config")
     _check_unsupported(run)
-    config = VllmConfig(
-        **{name: copy.deepcopy(getattr(run, node)) for node, name in ENGINE_NODES.items()}
-    )
+    nodes = {name: copy.deepcopy(getattr(run, node)) for node, name in ENGINE_NODES.items()}
+    # A new object, as it checks its fields when it is made.
+    transfer = nodes["kv_transfer_config"]
+    nodes["kv_transfer_config"] = replace(transfer) if transfer.kv_connector else None
+    config = VllmConfig(**nodes)
     if config.cache_config.block_size is None:
         config.cache_config.block_size = DEFAULT_BLOCK_SIZE
+    config.kv_events_config = _kv_events(config)
+    config.speculative_config = _speculative(run.speculative)
+    config.lora_config = replace(run.lora) if run.lora.enable_lora else None
     return config
+
+
+def _kv_events(config: VllmConfig) -> KVEventsConfig | None:
+    events = config.kv_events_config
+    assert events is not None
+    if not events.enable_kv_cache_events:
+        if events.publisher == "zmq":
+            logger.warning(
+                "KV cache events are disabled, but a publisher is set: nothing is published; set "
+                "kv_events.enable_kv_cache_events=true to enable them."
+            )
+        return None
+    if not config.cache_config.enable_prefix_caching:
+        logger.warning(
+            "KV cache events are on, but prefix caching is not enabled, so there are none; set "
+            "cache.enable_prefix_caching=true."
+        )
+    return events
+
+
+def _speculative(config: SpeculativeConfig) -> SpeculativeConfig | None:
+    if config.num_speculative_tokens is not None:
+        return copy.deepcopy(replace(config))  # made anew, so that it checks itself
+    if config != SpeculativeConfig():
+        raise UserError(
+            "speculative: num_speculative_tokens must be provided, as nothing is drafted without."
+        )
+    return None
 
 
 # Settings whose part of the engine is not built, with the values that need none of it.
@@ -578,8 +947,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "cache.mamba_block_size": (None,),
     "cache.mamba_cache_dtype": ("auto",),
     "cache.mamba_ssm_cache_dtype": ("auto",),
-    "compilation.cudagraph_mode": (None, "NONE"),
-    "compilation.cudagraph_capture_sizes": (None, []),
+    "compilation.cudagraph_mode": (None, "NONE", "FULL_DECODE_ONLY"),
 }
 
 

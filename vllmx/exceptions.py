@@ -8,6 +8,10 @@ class UserError(ValueError):
     """A mistake in a config, a file or a flag: one line on stderr and exit code 2, no traceback."""
 
 
+class UnsupportedError(UserError, NotImplementedError):
+    """Something that a backend or provider in use cannot do, where another one may."""
+
+
 class ModelNotFoundError(UserError):
     """A model name, folder or cached file that is not there."""
 

@@ -12,9 +12,13 @@ from typing import Any
 
 @dataclass(slots=True)
 class ForwardContext:
-    """attn_metadata: layer name -> the metadata its backend built for this batch."""
+    """attn_metadata: layer name -> the metadata its backend built for this batch.
+
+    no_compile_layers: the attention layers by name, set for KV connectors only.
+    """
 
     attn_metadata: dict[str, Any] = field(default_factory=dict)
+    no_compile_layers: dict[str, Any] | None = None
 
 
 _current: ForwardContext | None = None

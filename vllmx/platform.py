@@ -60,6 +60,20 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+FP8_CACHE_DTYPES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+
+
+def resolve_kv_cache_dtype(cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype that keys and values are stored in, for `cache.cache_dtype` and activations."""
+    if cache_dtype == "auto":
+        return dtype
+    return torch_dtype(FP8_CACHE_DTYPES.get(cache_dtype, cache_dtype))
+
+
 def resolve_dtype(vllm_config: VllmConfig, device: str) -> torch.dtype:
     """The activation dtype: as configured; auto is float32 on a CPU, else the checkpoint's.
 

@@ -6,14 +6,19 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllmx.engine import EngineCoreEvent, EngineCoreEventType, EngineCoreRequest, FinishReason
 from vllmx.metrics.stats import PrefillStats
+from vllmx.structured_output.request import StructuredOutputRequest
 
 if TYPE_CHECKING:
     from vllmx.core.block_hash import BlockHash
+    from vllmx.lora.request import LoRARequest
+    from vllmx.multimodal import MultiModalFeatureSpec
     from vllmx.sampling_params import SamplingParams
 
 
@@ -97,6 +102,35 @@ class ConstantList(Sequence[int]):
         return self._items.copy()
 
 
+@dataclass
+class StreamingUpdate:
+    """The next piece of prompt for a session that is in the engine."""
+
+    mm_features: list[MultiModalFeatureSpec] | None
+    """Its images and sounds, their offsets counted from its own begin."""
+    prompt_token_ids: list[int] | None
+    """Its tokens."""
+    max_tokens: int
+    """Longest answer to it."""
+    arrival_time: float
+    """Wall-clock seconds at which it came."""
+    sampling_params: SamplingParams | None
+    """How its answer is sampled."""
+
+    @classmethod
+    def from_request(cls, request: Request) -> StreamingUpdate | None:
+        """The piece that `request` brings; None if it says that there are no more."""
+        if not request.resumable:
+            return None
+        return cls(
+            mm_features=request.mm_features,
+            prompt_token_ids=request.prompt_token_ids,
+            max_tokens=request.max_tokens,
+            arrival_time=request.arrival_time,
+            sampling_params=request.sampling_params,
+        )
+
+
 class Request:
     """State of one request from admission to its last token.
 
@@ -114,20 +148,24 @@ class Request:
         arrival_time: float | None = None,
         prompt_embeds: Any | None = None,
         prompt_is_token_ids: list[bool] | None = None,
-        mm_features: list[Any] | None = None,
-        lora_request: Any | None = None,
+        mm_features: list[MultiModalFeatureSpec] | None = None,
+        lora_request: LoRARequest | None = None,
         cache_salt: str | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
         block_hasher: Callable[[Request], list[BlockHash]] | None = None,
+        resumable: bool = False,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
         hash_block_size: int = 1,
         block_hashes: list[BlockHash] | None = None,
     ) -> None:
         """`block_hasher` hashes the blocks that became full since it was last asked; it is asked
         whenever the number of tokens reaches a multiple of `hash_block_size`. `block_hashes`: those
-        of the first blocks, if they are known."""
-        if sampling_params is None or prompt_token_ids is None:
-            raise ValueError("a request needs sampling_params and prompt_token_ids")
+        of the first blocks, if they are known. `resumable`: further pieces of the prompt will come.
+        The `reasoning_` arguments tell a grammar where it begins."""
+        if sampling_params is None:
+            raise ValueError("a request needs sampling_params")
         assert sampling_params.max_tokens is not None
         self.request_id = request_id
         self.client_index = client_index
@@ -135,15 +173,23 @@ class Request:
         self.sampling_params = sampling_params
         self.pooling_params = pooling_params
         self.lora_request = lora_request
-        self.structured_output_request: Any = None
+        self.structured_output_request = StructuredOutputRequest.from_sampling_params(
+            sampling_params, reasoning_ended, reasoning_parser_kwargs
+        )
         self.arrival_time = arrival_time if arrival_time is not None else time.time()
         self.cache_salt = cache_salt
         self.mm_features = mm_features or []
         self.trace_headers = trace_headers
         self.max_tokens = sampling_params.max_tokens
         self.skip_reading_prefix_cache = self.get_skip_reading_prefix_cache()
+        # What a KV connector is told of the other side of a transfer.
+        self.kv_transfer_params: dict[str, Any] | None = None
+        if sampling_params is not None and sampling_params.extra_args:
+            self.kv_transfer_params = sampling_params.extra_args.get("kv_transfer_params")
 
         self.status = RequestStatus.WAITING
+        if self.structured_output_request is not None:
+            self.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         self.stop_reason: int | str | None = None
         self.events: list[EngineCoreEvent] = []
         # Given out once, with the first token.
@@ -152,11 +198,18 @@ class Request:
         self.num_preemptions = 0
 
         self.prompt_token_ids = prompt_token_ids
+        # [num_prompt_tokens, hidden], an array or tensor. With prompt_token_ids beside it
+        # prompt_is_token_ids says which positions are tokens.
         self.prompt_embeds = prompt_embeds
         self.prompt_is_token_ids = prompt_is_token_ids
-        self.num_prompt_tokens = len(prompt_token_ids)
+        # SHA-256 of rows [start, end) of prompt_embeds, of the blocks that were hashed.
+        self.prompt_embeds_hashes: dict[tuple[int, int], bytes] = {}
+        self.num_prompt_tokens = _prompt_length(prompt_token_ids, prompt_embeds)
         self._output_token_ids: list[int] = []
-        self._all_token_ids: list[int] = prompt_token_ids.copy()
+        # Embeddings have no token; 0 stands for them.
+        self._all_token_ids: list[int] = (
+            [0] * self.num_prompt_tokens if prompt_token_ids is None else prompt_token_ids.copy()
+        )
         self.output_token_ids = ConstantList(self._output_token_ids)
         self.all_token_ids = ConstantList(self._all_token_ids)
         self.num_computed_tokens = 0
@@ -165,6 +218,14 @@ class Request:
         # Tokens a step in flight will bring (async scheduling), and how many of those to drop.
         self.num_output_placeholders = 0
         self.async_tokens_to_discard = 0
+        # The last step it was in, where frees wait for steps in flight (`defer_block_free`).
+        self.last_sched_seq = 0
+        # Drafts for its next step.
+        self.spec_token_ids: list[int] = []
+
+        self.resumable = resumable
+        # Pieces of a session's prompt that came before it had stopped; None: there are no more.
+        self.streaming_queue: deque[StreamingUpdate | None] | None = None
 
         self.block_hashes: list[BlockHash] = list(block_hashes or ())
         self._hash_block_size = hash_block_size
@@ -194,6 +255,9 @@ class Request:
             priority=request.priority,
             trace_headers=request.trace_headers,
             block_hasher=block_hasher,
+            resumable=request.resumable,
+            reasoning_ended=request.reasoning_ended,
+            reasoning_parser_kwargs=request.reasoning_parser_kwargs,
             hash_block_size=hash_block_size,
             block_hashes=request.block_hashes,
         )
@@ -226,14 +290,28 @@ class Request:
         return len(self._all_token_ids)
 
     @property
+    def num_tokens_with_spec(self) -> int:
+        """The same with the drafts for the next step."""
+        return len(self._all_token_ids) + len(self.spec_token_ids)
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return len(self._output_token_ids)
 
     @property
+    def num_encoder_inputs(self) -> int:
+        """Images, sounds and the like in the prompt."""
+        return len(self.mm_features)
+
+    @property
     def has_encoder_inputs(self) -> bool:
         """Whether the prompt holds images or sound."""
         return bool(self.mm_features)
+
+    def get_num_encoder_embeds(self, input_id: int) -> int:
+        """Embeddings that the encoder makes of item `input_id`."""
+        return self.mm_features[input_id].mm_position.get_num_embeds()
 
     def get_skip_reading_prefix_cache(self) -> bool:
         """Whether every prompt token must be computed (prompt log-probabilities need that)."""
@@ -271,3 +349,17 @@ class Request:
     def sort_key(self) -> tuple[int, float, str, int]:
         """What priority scheduling orders by."""
         return self.priority, self.arrival_time, self.request_id, id(self)
+
+
+def _prompt_length(prompt_token_ids: list[int] | None, prompt_embeds: Any | None) -> int:
+    """Tokens of a prompt given as ids, embeddings or both; ValueError if they do not agree."""
+    lengths = {len(given) for given in (prompt_token_ids, prompt_embeds) if given is not None}
+    if not lengths:
+        raise ValueError("a request needs prompt_token_ids or prompt_embeds")
+    if len(lengths) > 1:
+        assert prompt_token_ids is not None and prompt_embeds is not None
+        raise ValueError(
+            "Prompt token ids and prompt embeds had different lengths: "
+            f"{len(prompt_token_ids)} and {len(prompt_embeds)}"
+        )
+    return lengths.pop()

@@ -7,37 +7,42 @@ An argument of a part that vllmx does not have may only say that the part is not
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import transformers
-import yaml
 
 import vllmx.config as config
 from vllmx.core import kv_cache_interface, kv_cache_manager
-from vllmx.engine.arg_utils import engine_args_to_config
-from vllmx.model_loader.resolve import resolve_model
-from vllmx.model_loader.tokenizer import Tokenizer, get_tokenizer
 from vllmx.models.hf_config import HFConfig
 
+from . import engines
+from .engines import (
+    DEFAULT_MODEL,
+    LLM,
+    AsyncEngineArgs,
+    EngineArgs,
+    UsageContext,
+    set_default_torch_num_threads,
+)
 from .placeholder import MissingSymbol, MissingValue
+from .standins import MODELS
 
-MODELS = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "EngineArgs",
+    "UsageContext",
+    "set_default_torch_num_threads",
+]
 STUBS = MODELS["configs"]
-DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 # Argument -> the value that asks for nothing.
 NEUTRAL: dict[str, Any] = {
     "runner": "generate",
-    "is_encoder_decoder": False,
-    "disable_chunked_mm_input": False,
-    "kv_transfer_config": None,
     "kv_events_config": None,
     "speculative_config": None,
-    "ec_transfer_config": None,
     "lora_config": None,
 }
 
@@ -60,6 +65,7 @@ class ModelConfig(config.ModelConfig):
         if model not in STUBS:
             raise MissingSymbol(f"models.yaml:{model}")
         self.hf_config = HFConfig(dict(STUBS[model]))
+        self.mm_max_toks_per_item = MODELS["encoders"].get(model, {})
         self.original_max_model_len = self.max_model_len
         if self.max_model_len in (None, -1):
             self.max_model_len = self.hf_text_config.max_position_embeddings
@@ -75,12 +81,19 @@ class ModelConfig(config.ModelConfig):
 
 
 class SchedulerConfig(config.SchedulerConfig):
-    """Upstream checks `max_model_len` against the budget here; vllmx in the engine's start."""
+    """Upstream checks `max_model_len` against the budget here, and adapts to the model; vllmx in
+    the engine's start."""
 
     DEFAULT_MAX_NUM_BATCHED_TOKENS = config.DEFAULT_MAX_NUM_BATCHED_TOKENS
 
-    def __init__(self, max_model_len: int = 8192, **kwargs: Any) -> None:
+    def __init__(
+        self, max_model_len: int = 8192, is_encoder_decoder: bool = False, **kwargs: Any
+    ) -> None:
+        # Upstream's dataclass has the default that vllmx settles in the engine's start.
+        kwargs.setdefault("max_num_batched_tokens", config.DEFAULT_MAX_NUM_BATCHED_TOKENS)
         super().__init__(**_known(config.SchedulerConfig, kwargs))
+        if is_encoder_decoder:
+            self.adapt_to_encoder_decoder()
 
 
 class VllmConfig(config.VllmConfig):
@@ -88,99 +101,29 @@ class VllmConfig(config.VllmConfig):
 
     def __init__(self, **kwargs: Any) -> None:
         kwargs.setdefault("model_config", ModelConfig())
+        kwargs.setdefault("scheduler_config", SchedulerConfig())
         super().__init__(**_known(config.VllmConfig, kwargs))
-
-
-class EngineArgs:
-    """Upstream's dataclass of arguments; vllmx has one table of flags for all ways in."""
-
-    def __init__(self, model: str = DEFAULT_MODEL, **kwargs: Any) -> None:
-        self.model = model
-        self.kwargs = kwargs
-
-    def create_engine_config(self, usage_context: Any = None) -> config.VllmConfig:
-        """The config; the defaults are the same wherever vllmx is used."""
-        made = config.finalize(engine_args_to_config(**self.kwargs))
-        lengths = {"max_model_len": self.kwargs.get("max_model_len")}
-        made.model_config = ModelConfig(self.model, **lengths)
-        return made
-
-
-class AutoTokenizer:
-    """What stands for a tokenizer on the model hub: one of conf/model, from the cache."""
-
-    @staticmethod
-    def from_pretrained(name: str, **kwargs: Any) -> CallableTokenizer:
-        """The tokenizer that models.yaml gives for `name`."""
-        if name not in MODELS["tokenizers"]:
-            raise MissingSymbol(f"models.yaml:{name}")
-        return CallableTokenizer(_cached_tokenizer(MODELS["tokenizers"][name]), name)
-
-
-@cache
-def _cached_tokenizer(model: str) -> Tokenizer:
-    """The tokenizer of a model of conf/model that has been fetched."""
-    run = engine_args_to_config(model=model)
-    run.load.offline = True
-    vllm_config = config.finalize(run)
-    resolve_model(vllm_config)
-    tokenizer = get_tokenizer(vllm_config)
-    assert tokenizer is not None
-    return tokenizer
-
-
-class CallableTokenizer(Tokenizer):
-    """vllmx's tokenizer, called as transformers' are."""
-
-    def __init__(self, inner: Tokenizer, name: str) -> None:
-        self.__dict__.update(vars(inner))
-        self.name_or_path = name
-
-    def __call__(self, text: str) -> SimpleNamespace:
-        """Token ids under `input_ids`."""
-        return SimpleNamespace(input_ids=self.encode(text))
-
-    @property
-    def vocab(self) -> dict[str, int]:
-        """Token -> id."""
-        return self.backend.get_vocab()
 
 
 class current_platform:
     """The machine as upstream's files ask for it; those that need a GPU skip themselves."""
 
-    is_cpu = staticmethod(lambda: True)
-    is_cuda = is_rocm = is_xpu = is_tpu = is_cuda_alike = staticmethod(lambda: False)
+    passes_for_cuda = False
+    """For the files that the map names: what they test runs on vllmx's CPU engine as well."""
+    is_cpu = staticmethod(lambda: not current_platform.passes_for_cuda)
+    is_cuda = is_cuda_alike = staticmethod(lambda: current_platform.passes_for_cuda)
+    is_rocm = is_xpu = is_tpu = staticmethod(lambda: False)
     device_type = "cpu"
 
 
-@dataclass
-class PlaceholderRange:
-    """Where an item lies in a prompt; vllmx's block hash reads the offset and the length."""
-
-    offset: int
-    length: int
-    is_embed: Any = None
+def create_new_process_for_each_test(method: str | None = None) -> Callable[[Any], Any]:
+    """Nothing: what a test leaves behind in vllmx does not reach the next."""
+    return lambda function: function
 
 
-@dataclass
-class MultiModalFeatureSpec:
-    """An item of a prompt; vllmx's block hash reads the identifier and the position."""
-
-    data: Any
-    modality: str
-    identifier: str
-    mm_position: PlaceholderRange
-    mm_hash: str | None = None
-
-
-class MultiModalKwargsItem(dict[str, Any]):
-    """The data of an item, which a scheduler never reads."""
-
-    @classmethod
-    def dummy(cls, nbytes: int = 1) -> MultiModalKwargsItem:
-        """An item without data."""
-        return cls()
+def multi_gpu_test(*, num_gpus: int) -> Callable[[Any], Any]:
+    """The mark of a test that needs several GPUs."""
+    return pytest.mark.skip(f"needs {num_gpus} GPUs")
 
 
 def StructuredOutputManager(vllm_config: Any) -> MissingValue:
@@ -207,4 +150,4 @@ def prepare() -> None:
         return build(*args, **kwargs)
 
     kv_cache_manager.get_kv_cache_coordinator = with_environment
-    transformers.AutoTokenizer = AutoTokenizer
+    transformers.AutoTokenizer = engines.AutoTokenizer

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-SECTIONS = ("archive", "suites", "modules", "symbols", "members", "tests", "deselect")
+SECTIONS = tuple("archive suites as_cuda settings modules symbols members tests deselect".split())
 ABSENCES = ("later", "replaced", "absent")
 
 
@@ -38,6 +38,8 @@ class UpstreamMap:
 
     archive: dict[str, str]
     suites: tuple[str, ...]
+    as_cuda: tuple[str, ...]
+    settings: dict[str, dict[str, Any]]
     modules: dict[str, Entry]
     symbols: dict[str, Entry]
     members: dict[str, Entry]
@@ -64,6 +66,14 @@ class UpstreamMap:
         """Why `Class.member` is not there; None: not explained."""
         entry = self.members.get(name)
         return entry.absence if entry else None
+
+    def runs_as_cuda(self, file: str) -> bool:
+        """Whether test file `file`, which skips itself off CUDA, is to run here all the same."""
+        return any(fnmatchcase(file, pattern) for pattern in self.as_cuda)
+
+    def settings_for(self, file: str) -> dict[str, Any]:
+        """Arguments of every engine that test file `file` builds, unless it says otherwise."""
+        return self.settings.get(file, {})
 
     def test(self, nodeid: str) -> str | None:
         """Why a test that ran and failed does not apply; None: it does."""
@@ -93,6 +103,9 @@ def load_map(path: Path) -> UpstreamMap:
     for key in data:
         if key not in SECTIONS:
             raise MapError(f"{path.name}: unknown section {key!r}; there are {SECTIONS}")
+    for name in ("archive", "settings", "modules", "symbols", "members", "tests", "deselect"):
+        if not isinstance(data.get(name) or {}, dict):
+            raise MapError(f"{name}: not a mapping")
     sections = {
         name: {k: _entry(f"{name}.{k}", v) for k, v in (data.get(name) or {}).items()}
         for name in ("modules", "symbols", "members", "tests")
@@ -103,7 +116,9 @@ def load_map(path: Path) -> UpstreamMap:
                 raise MapError(f"{name}.{key}: only an absence with its reason belongs here")
     return UpstreamMap(
         archive=_archive(data.get("archive", {})),
-        suites=tuple(data.get("suites", ())),
+        suites=_texts("suites", data.get("suites", [])),
+        as_cuda=_texts("as_cuda", data.get("as_cuda", [])),
+        settings=_settings(data.get("settings") or {}),
         deselect={k: _text(f"deselect.{k}", v) for k, v in (data.get("deselect") or {}).items()},
         **sections,
     )
@@ -130,6 +145,19 @@ def _entry(where: str, value: Any) -> Entry:
     if kind not in ABSENCES:
         raise MapError(f"{where}: unknown key {kind!r}")
     return Entry(absence=f"{kind}: {_text(where, text)}")
+
+
+def _settings(data: Any) -> dict[str, dict[str, Any]]:
+    for file, arguments in data.items():
+        if not isinstance(arguments, dict) or not arguments:
+            raise MapError(f"settings.{file}: give engine arguments and their values")
+    return data
+
+
+def _texts(where: str, values: Any) -> tuple[str, ...]:
+    if not isinstance(values, list):
+        raise MapError(f"{where}: give a list")
+    return tuple(_text(where, value) for value in values)
 
 
 def _text(where: str, value: Any) -> str:

@@ -6,14 +6,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import os
+import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from . import adapters, engines
 from .finder import install
 from .mapping import load_map
 from .placeholder import MissingSymbol, Phase
@@ -27,9 +32,26 @@ install(UPSTREAM)  # here, as pytest imports a folder's conftest.py before it ca
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare upstream's markers."""
+    """Declare upstream's markers, and take in what the map says of this file."""
+    file = config.args[0].split("::")[0]
+    adapters.current_platform.passes_for_cuda = UPSTREAM.runs_as_cuda(file)
+    engines.SETTINGS.update(UPSTREAM.settings_for(file))
+    logging.getLogger("vllmx").setLevel(logging.INFO)  # as upstream's is
     for mark in MARKS:
         config.addinivalue_line("markers", f"{mark}: of upstream")
+
+
+@pytest.fixture(scope="session")
+def vllm_runner() -> type[engines.VllmRunner]:
+    """Upstream's fixture of the same name."""
+    return engines.VllmRunner
+
+
+@pytest.fixture
+def example_prompts(pytestconfig: pytest.Config) -> list[str]:
+    """The prompts of upstream's file, a line each."""
+    file = pytestconfig.rootpath / "tests" / "prompts" / "example.txt"
+    return file.read_text(encoding="utf-8").splitlines(keepends=True)
 
 
 def write(nodeid: str, status: str, reason: str = "", symbol: str = "") -> None:
@@ -63,7 +85,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """From here on a missing symbol is an error."""
+    """From here on a missing symbol is an error. Chance is the same in every run."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
     Phase.running = True
     try:
         return (yield)
@@ -119,6 +144,8 @@ def _missing(error: BaseException | None) -> tuple[str, str | None]:
         seen.add(id(error))
         if isinstance(error, MissingSymbol):
             return error.symbol, UPSTREAM.absence(error.symbol)
+        if isinstance(error, AttributeError) and (symbol := _placeholder(error)):
+            return symbol, UPSTREAM.absence(symbol)
         if isinstance(error, AttributeError) and (member := _member(error)):
             return member, UPSTREAM.member(member)
         if isinstance(error, TypeError) and (match := UNEXPECTED.search(str(error))):
@@ -126,6 +153,11 @@ def _missing(error: BaseException | None) -> tuple[str, str | None]:
             return name, UPSTREAM.member(name)
         error = error.__cause__ or error.__context__
     return "", None
+
+
+def _placeholder(error: AttributeError) -> str:
+    """The symbol that a placeholder stands for, of which the test made an object."""
+    return getattr(type(error.obj), "_symbol_", "")
 
 
 def _member(error: AttributeError) -> str:

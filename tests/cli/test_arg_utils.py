@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LLM(...)` takes the flags of the command line as keyword arguments, and names a wrong one."""
 
+import argparse
 from pathlib import Path
 
 import pytest
 
 from vllmx.cli_args import engine_flags
 from vllmx.config import RunConfig, finalize
-from vllmx.engine.arg_utils import engine_args_to_config
+from vllmx.engine.arg_utils import AsyncEngineArgs, EngineArgs, engine_args_to_config
 from vllmx.exceptions import UserError
 
 
@@ -47,6 +48,13 @@ def test_values_arrive_under_upstreams_names() -> None:
     assert config.model_config.hf_overrides == {"num_hidden_layers": 1}
 
 
+def test_a_small_budget_lowers_the_default_number_of_requests() -> None:
+    assert engine_args_to_config(max_num_batched_tokens=32).scheduler.max_num_seqs == 32
+    assert engine_args_to_config(max_num_batched_tokens=4096).scheduler.max_num_seqs == 128
+    both = engine_args_to_config(max_num_batched_tokens=32, max_num_seqs=64)
+    assert both.scheduler.max_num_seqs == 64  # refused when the engine starts
+
+
 def test_every_engine_flag_is_an_argument() -> None:
     for name, flag in engine_flags().items():
         if flag.field.optional:
@@ -71,3 +79,88 @@ def test_wrong_argument_is_named(kwargs: dict, error: type[Exception], message: 
     with pytest.raises(error) as caught:
         engine_args_to_config(**kwargs)
     assert message in str(caught.value)
+
+
+# ------------------------------------------------------------------ EngineArgs
+
+
+def test_engine_args_become_the_config_of_llm() -> None:
+    args = EngineArgs(max_num_seqs=3, disable_log_stats=True)
+    args.block_size = 32
+    config = args.create_engine_config()
+    assert config.scheduler_config.max_num_seqs == 3
+    assert config.cache_config.block_size == 32
+    assert config.observability_config.log_stats is False
+    assert config == finalize(
+        engine_args_to_config(max_num_seqs=3, block_size=32, disable_log_stats=True)
+    )
+
+
+def test_an_argument_that_was_not_given_reads_as_its_default() -> None:
+    args = EngineArgs("/m")
+    assert (args.model, args.dtype, args.max_model_len) == ("/m", "auto", None)
+    assert args.disable_log_stats is False
+    assert (args.hf_overrides, args.served_model_name) == ({}, None)
+    with pytest.raises(AttributeError, match="has no argument 'max_modl_len'"):
+        args.max_modl_len  # noqa: B018
+
+
+def test_engine_args_name_a_wrong_argument() -> None:
+    with pytest.raises(TypeError, match=r"EngineArgs\(\) got .*'max_modl_len'. Did you mean max_m"):
+        EngineArgs(max_modl_len=1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'enable_log_requests'"):
+        EngineArgs(enable_log_requests=True)
+    assert AsyncEngineArgs(enable_log_requests=True).enable_log_requests
+    assert not AsyncEngineArgs().enable_log_requests
+    args = EngineArgs()
+    args.no_such_thing = 1
+    with pytest.raises(TypeError, match="no_such_thing"):
+        args.create_engine_config()
+
+
+def test_engine_args_of_a_model_that_is_not_there_say_so(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder or file"):
+        EngineArgs(str(tmp_path / "nothing")).create_engine_config()
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
+    return EngineArgs.add_cli_args(argparse.ArgumentParser(exit_on_error=False))
+
+
+def test_argparse_flags_are_those_of_the_command_line(parser: argparse.ArgumentParser) -> None:
+    line = (
+        "--model /m --max-model-len 4k --no-enable-prefix-caching -tp 2 --disable-log-stats "
+        "--served-model-name a b --gpu-memory-utilization 0.5 "
+        '--hf-overrides {"num_hidden_layers":1}'
+    )
+    args = EngineArgs.from_cli_args(parser.parse_args(line.split()))
+    assert vars(args) == {
+        "model": "/m",
+        "max_model_len": 4000,
+        "enable_prefix_caching": False,
+        "tensor_parallel_size": 2,
+        "disable_log_stats": True,
+        "served_model_name": ["a", "b"],
+        "gpu_memory_utilization": 0.5,
+        "hf_overrides": {"num_hidden_layers": 1},
+    }
+
+
+def test_arguments_of_an_empty_line_are_those_of_no_arguments(
+    parser: argparse.ArgumentParser,
+) -> None:
+    parsed = parser.parse_args([])
+    assert vars(EngineArgs.from_cli_args(parsed)) == {}
+    assert engine_args_to_config(**vars(parsed)) == RunConfig()
+    assert "--max-num-seqs" in parser.format_help()
+
+
+def test_argparse_refuses_a_wrong_value(parser: argparse.ArgumentParser) -> None:
+    for line, words in (
+        ("--prefix-caching-hash-algo invalid", "hash-algo: 'invalid' is not one of sha256,"),
+        ("--max-num-seqs many", "argument --max-num-seqs: needs a whole number, got 'many'"),
+        ("--hf-overrides {", "argument --hf-overrides: needs a JSON object"),
+    ):
+        with pytest.raises(argparse.ArgumentError, match=words):
+            parser.parse_args(line.split())

@@ -88,7 +88,7 @@ def test_finalize_leaves_the_run_alone_and_shares_nothing_with_it() -> None:
     first.model_config.hf_overrides["a"]["b"] = 2
     for name in ENGINE_NODES.values():
         node = getattr(first, name)
-        for field in dataclasses.fields(node):
+        for field in dataclasses.fields(node) if node is not None else ():
             setattr(node, field.name, "changed")
     assert run == before
     assert second.model_config.hf_overrides == {"a": {"b": 1}}

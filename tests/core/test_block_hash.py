@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import cbor2
 import numpy as np
 import pytest
+import torch
 from kv_helpers import make_kv_request, mm_item
 
 from vllmx.core import block_hash
@@ -25,6 +26,7 @@ from vllmx.core.block_hash import (
     maybe_convert_block_hash,
     need_extra_keys,
     sha256,
+    tensor_data,
 )
 from vllmx.exceptions import UserError
 
@@ -201,6 +203,30 @@ def test_prompt_embeddings_are_hashed_block_by_block():
     other = make_kv_request("b", [0] * 8, prompt_embeds=changed)
     assert other.block_hashes[0] == request.block_hashes[0]
     assert other.block_hashes[1] != request.block_hashes[1]
+
+
+def test_prompt_embeddings_of_torch_hash_as_those_of_numpy_and_once():
+    embeds = np.arange(16, dtype=np.float32).reshape(8, 2)
+    tensor = torch.tensor(embeds, requires_grad=True)
+    request = make_kv_request("a", [0] * 8, prompt_embeds=tensor)
+    assert extra_keys(request, 0, 4) == extra_keys(
+        make_kv_request("b", [0] * 8, prompt_embeds=embeds), 0, 4
+    )
+    with torch.no_grad():
+        tensor.zero_()
+    assert extra_keys(request, 0, 4)[0] == (hashlib.sha256(embeds[:4].tobytes()).digest(),)
+    half = torch.arange(6, dtype=torch.bfloat16).reshape(3, 2)
+    assert bytes(tensor_data(half.t())) == half.t().contiguous().view(torch.uint8).numpy().tobytes()
+    assert bytes(tensor_data(half[3:])) == b""
+
+
+def test_items_that_join_a_prompt_later_are_all_in_its_hashes():
+    """A session's next piece of prompt may hold several; each must be in the keys of its block."""
+    whole = make_kv_request("a", [0] * 16, mm_features=[mm_item("x", 4, 4), mm_item("y", 8, 4)])
+    session = make_kv_request("b", [0] * 4)
+    session.mm_features = whole.mm_features
+    session.append_output_token_ids([0] * 12)
+    assert session.block_hashes == whole.block_hashes
 
 
 def test_large_blocks_use_the_hash_at_their_end():

@@ -194,15 +194,18 @@ def test_a_layer_must_be_the_same_on_all_workers():
 
 
 def test_pinned_length_that_does_not_fit_is_refused_with_what_does():
-    # Ten blocks, one of them null: 36 tokens.
+    # Ten blocks of four tokens; the null block comes on top.
     with pytest.raises(UserError) as error:
         get_kv_cache_configs(config(100), [layers(full(4))], [10 * PAGE])
     message = str(error.value)
     assert "max seq len (100)" in message
-    assert "estimated maximum model length is 36" in message
-    assert "model.max_model_len=36" in message
+    assert "estimated maximum model length is 40" in message
+    assert "model.max_model_len=40" in message
     assert "cache.gpu_memory_utilization (0.92)" in message
-    get_kv_cache_configs(config(36), [layers(full(4))], [10 * PAGE])
+    (result,) = get_kv_cache_configs(config(40), [layers(full(4))], [10 * PAGE])
+    assert result.num_blocks == 11
+    (result,) = get_kv_cache_configs(config(36), [layers(full(4))], [10 * PAGE])
+    assert result.num_blocks == 10
 
 
 @pytest.mark.parametrize(
@@ -221,8 +224,8 @@ def test_refusal_names_the_setting_that_made_the_pool_small(cache, cure):
 def test_length_that_is_not_pinned_is_fitted(caplog):
     vllm_config = config(100, pinned=False)
     (result,) = get_kv_cache_configs(vllm_config, [layers(full(4))], [10 * PAGE])
-    assert vllm_config.model_config.max_model_len == 36 and result.num_blocks == 10
-    assert "lowered from 100 to 36" in caplog.text
+    assert vllm_config.model_config.max_model_len == 40 and result.num_blocks == 11
+    assert "lowered from 100 to 40" in caplog.text
     vllm_config = config(100, pinned=False)
     get_kv_cache_configs(vllm_config, [layers(full(4))], [26 * PAGE])
     assert vllm_config.model_config.max_model_len == 100
@@ -232,7 +235,7 @@ def test_fitting_minds_the_smallest_worker_and_the_override():
     vllm_config = config(100, pinned=False)
     specs = [layers(full(4)), layers(full(4))]
     get_kv_cache_configs(vllm_config, specs, [20 * PAGE, 7 * PAGE])
-    assert vllm_config.model_config.max_model_len == 24
+    assert vllm_config.model_config.max_model_len == 28
     vllm_config = config(100, pinned=False, num_gpu_blocks_override=5)
     get_kv_cache_configs(vllm_config, specs, [20 * PAGE, 20 * PAGE])
     assert vllm_config.model_config.max_model_len == 16
@@ -243,12 +246,12 @@ def test_fitting_of_a_hybrid_counts_states_and_windows():
     spec = mamba(4, num_speculative_blocks=2)
     attention = full(4, page_size_padded=None)
     assert attention.page_size_bytes == spec.page_size_bytes == PAGE
-    # Null block, three states, the rest attention.
-    get_kv_cache_configs(vllm_config, [layers(attention, spec)], [(1 + 3 + 7) * PAGE])
+    # Three states, the rest attention.
+    get_kv_cache_configs(vllm_config, [layers(attention, spec)], [(3 + 7) * PAGE])
     assert vllm_config.model_config.max_model_len == 28
     vllm_config = config(1000, pinned=False)
     # Window 8 and 32 tokens a step need 11 blocks at most.
-    get_kv_cache_configs(vllm_config, [layers(full(4), window(4, 8))], [(1 + 11 + 20) * PAGE])
+    get_kv_cache_configs(vllm_config, [layers(full(4), window(4, 8))], [(11 + 20) * PAGE])
     assert vllm_config.model_config.max_model_len == 80
 
 
@@ -257,9 +260,9 @@ def test_no_room_for_a_single_token_is_refused_either_way():
         with pytest.raises(UserError, match="No available memory for the cache blocks"):
             get_kv_cache_configs(config(16), [layers(full(4))], [memory])
     with pytest.raises(UserError, match="Not even one token fits"):
-        get_kv_cache_configs(config(16), [layers(full(4))], [PAGE])
+        get_kv_cache_configs(config(16), [layers(full(4))], [PAGE - 1])
     with pytest.raises(UserError, match="Cannot auto-fit max_model_len"):
-        get_kv_cache_configs(config(16, pinned=False), [layers(full(4))], [PAGE])
+        get_kv_cache_configs(config(16, pinned=False), [layers(full(4))], [PAGE - 1])
 
 
 @pytest.mark.parametrize("specs", [[full(4)], [full(4), window(4, 6)], [full(4), chunked(4, 8)]])

@@ -244,6 +244,7 @@ def test_watermark_keeps_blocks_free_while_others_run():
 
 def test_request_that_waits_for_its_grammar_lets_others_pass_and_then_goes_first():
     scheduler = make_scheduler(make_config(max_num_seqs=1))
+    scheduler.structured_output_manager = SimpleNamespace(should_advance=lambda request: False)
     constrained = make_request("constrained", max_tokens=1)
     constrained.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     constrained.structured_output_request = SimpleNamespace(grammar=None)

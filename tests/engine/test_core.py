@@ -25,7 +25,8 @@ from vllmx.worker.null_runner import NullWorker
 
 
 def add(core, request_id, *args, **kwargs):
-    core.add_request(core.preprocess_add_request(make_engine_request(request_id, *args, **kwargs)))
+    request = make_engine_request(request_id, *args, **kwargs)
+    core.add_request(*core.preprocess_add_request(request))
 
 
 def run(core, max_steps=500):
@@ -257,7 +258,7 @@ def test_unsupported_requests_are_refused_when_they_arrive():
     request.sampling_params.structured_outputs = object()
     with pytest.raises(ValueError, match="structured_outputs"):
         core.preprocess_add_request(request)
-    request = core.preprocess_add_request(make_engine_request("a"))
+    request, _ = core.preprocess_add_request(make_engine_request("a"))
     request.request_id = 7
     with pytest.raises(TypeError, match="request_id must be a string"):
         core.add_request(request)
@@ -413,16 +414,11 @@ def test_answers_to_one_prompt_are_hashed_once():
     parent.external_req_id = "a"
     requests = []
     for child, _, _ in fan_out(parent):
-        requests.append(core.preprocess_add_request(child))
+        requests.append(core.preprocess_add_request(child)[0])
         core.add_request(requests[-1])
         core.step()  # some answers go on while others are still to come
     assert len(requests) == 50
-    alone = core.preprocess_add_request(make_engine_request("b", list(range(40))))
+    alone, _ = core.preprocess_add_request(make_engine_request("b", list(range(40))))
     assert all(request.block_hashes[:10] == alone.block_hashes for request in requests)
     with_output = sum(len(request.block_hashes) - 10 for request in requests)
     assert with_output > 0 and len(hashed) == 2 * 10 + with_output
-
-
-def test_process_client_is_refused_by_name():
-    with pytest.raises(UserError, match="multiprocess_mode"):
-        EngineCoreClient.make_client(True, True, make_config(), UniProcExecutor, True)

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The engine core in a thread, behind the client of an event loop."""
+
 import asyncio
 import gc
 import threading
@@ -9,8 +11,10 @@ import pytest
 from engine_helpers import make_config, make_engine_request
 
 from vllmx.engine import EngineCoreOutputs, EngineCoreRequestType, FinishReason
-from vllmx.engine.core_client import AsyncThreadClient, EngineCoreClient, _Mailbox
+from vllmx.engine.core_client import EngineCoreClient
 from vllmx.engine.executor import UniProcExecutor
+from vllmx.engine.mailbox import AsyncMailbox
+from vllmx.engine.thread_client import AsyncThreadClient
 from vllmx.exceptions import EngineDeadError, UserError
 from vllmx.worker.null_runner import NullWorker
 
@@ -236,7 +240,7 @@ def test_crash_before_anybody_waits_is_not_lost():
 
 
 def test_outputs_for_a_loop_that_has_stopped_reach_the_next_one():
-    mailbox = _Mailbox()
+    mailbox = AsyncMailbox()
 
     async def bind_and_get():
         mailbox.bind()

@@ -3,6 +3,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from front_helpers import (
     byte_level_tokenizer,
@@ -29,6 +30,16 @@ def process(prompt, params=None, tokenizer="byte_level", config=None, **kwargs):
     return processor(tokenizer, **(config or {})).process_inputs(
         "r", prompt, params or SamplingParams(), **kwargs
     )
+
+
+@pytest.mark.parametrize("key", ["multi_modal_data", "prompt_embeds", "encoder_prompt"])
+def test_more_than_text_is_refused_by_name(key):
+    value = np.zeros((2, 3)) if key == "prompt_embeds" else {"image": object()}
+    with pytest.raises(VLLMValidationError, match=f"{key}: no model of vllmx takes") as caught:
+        process({"prompt": "hello", key: value})
+    assert caught.value.parameter == key
+    nothing = None if key == "prompt_embeds" else {}
+    assert process({"prompt": "hello", key: nothing}).prompt_token_ids
 
 
 def test_text_and_ids_in_every_form_give_the_same_tokens():
@@ -265,7 +276,7 @@ def test_what_is_not_built_is_refused_by_name():
         process("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
     with pytest.raises(VLLMValidationError, match="reasoning is not built yet"):
         process("a", SamplingParams(thinking_token_budget=5))
-    with pytest.raises(VLLMValidationError, match="LoRA is not built yet"):
+    with pytest.raises(VLLMValidationError, match="LoRA is not enabled"):
         process("a", lora_request=object())
     with pytest.raises(TypeError, match="params must be SamplingParams"):
         process("a", params={"n": 1})
@@ -320,3 +331,11 @@ def test_priority_and_arrival_time_are_passed_on():
     request = process("a", priority=-3, arrival_time=12.5)
     assert (request.priority, request.arrival_time) == (-3, 12.5)
     assert process("a").arrival_time > 1e9
+
+
+def test_rank_of_a_data_parallel_engine_is_passed_on_and_checked():
+    assert process("a", data_parallel_rank=0).data_parallel_rank == 0
+    assert process("a").data_parallel_rank is None
+    for rank in (1, -1):
+        with pytest.raises(VLLMValidationError, match=rf"_rank {rank} is out of range \[0, 1\)"):
+            process("a", data_parallel_rank=rank)

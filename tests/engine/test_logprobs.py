@@ -121,7 +121,7 @@ def test_alternatives_of_a_split_character_are_decoded_after_the_sampled_tokens_
     texts = [[e.decoded_token for e in position.values()] for position in processor.logprobs]
     assert texts[0] == ["", "", "x"]
     assert texts[1] == ["“", "”", "…"]
-    assert texts[2] == ["hi", "", "\ufffd"]
+    assert texts[2] == ["hi", "", ""], "the last one is a byte that continues nothing"
 
 
 def test_letter_among_the_ways_to_go_on_is_itself():

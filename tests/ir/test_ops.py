@@ -31,9 +31,9 @@ def outputs_of(impl: IrOpImpl, inputs: dict) -> list[torch.Tensor]:
     if impl.prepare is not None:
         inputs["prepared"] = impl.prepare(*(inputs.pop(k) for k in impl.op.static_args))
     result = impl.fn(**inputs)
-    if result is None:
-        return [kept["key_cache"], kept["value_cache"]]
-    return [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
+    written = [kept["key_cache"], kept["value_cache"]] if "slot_mapping" in kept else []
+    results = result if isinstance(result, tuple) else (result,)
+    return [t for t in results if t is not None] + written
 
 
 def test_every_op_has_inputs_and_a_reference() -> None:

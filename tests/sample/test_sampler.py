@@ -2,6 +2,8 @@
 """The sampler on logits made by hand: greedy, filters, penalties, masks, seeds, logprobs."""
 
 import math
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -296,3 +298,18 @@ def test_tied_tokens_share_the_larger_rank() -> None:
     logits[0, [3, 5]] = 1.0
     out = Batch(greedy(logprobs=0))(logits).logprobs
     assert out.sampled_token_ranks.tolist() == [2]
+
+
+def test_first_seeded_token_imports_nothing_large():
+    """torch.broadcast_shapes loads SymPy, which made the first token of an engine a second late."""
+    code = (
+        "import sys, torch\n"
+        "from vllmx.sample.gumbel import gumbel_sample\n"
+        "one = torch.ones(1)\n"
+        "args = one, one.long(), one.bool(), one.long(), torch.Generator()\n"
+        "before = set(sys.modules)\n"
+        "gumbel_sample(torch.zeros(1, 8), *args)\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
@@ -17,7 +18,8 @@ from typing import Any
 
 import httpx
 import pytest
-from server.helpers import MODEL, events, post
+from process_helpers import is_running
+from server.helpers import MODEL, events, post, wait_until
 
 from vllmx.entrypoints.openai.launcher import create_server_socket, socket_url
 from vllmx.exceptions import UserError
@@ -75,6 +77,15 @@ class Child:
     def url(self) -> str:
         """Where it serves, once it does."""
         return self.wait_for(r"serving on (http://127\.0\.0\.1:\d+)")[1]
+
+    def engine_pid(self) -> int:
+        """Id of the engine's process, its only child but multiprocessing's tracker."""
+        for pid in (
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        ):
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return int(pid)
+        raise AssertionError("there is no engine process")
 
     def exit_code(self, seconds: float = 10.0) -> int:
         """Its exit code; it must end in `seconds`."""
@@ -193,6 +204,49 @@ def test_dead_engine_ends_the_server_with_1(model_folder: Path) -> None:
         assert response.status_code == 503
         assert server.exit_code(5) == 1
         assert "scripted failure of step 5" in server.log
+
+
+def test_killed_engine_ends_streams_with_an_error_and_the_server_with_1(
+    model_folder: Path,
+) -> None:
+    with child(model_folder, "SlowWorker") as server:
+        streams = [Stream(server.url(), 120) for _ in range(3)]
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        for stream in streams:
+            error = stream.result()[-1]["error"]
+            assert error["code"] == 503
+            assert "its process was killed by SIGKILL" in error["message"]
+        assert server.exit_code(5) == 1
+        assert "Traceback" not in server.log
+
+
+def test_engine_does_not_outlive_a_killed_server(model_folder: Path) -> None:
+    with child(model_folder, "SlowWorker") as server:
+        Stream(server.url(), 120)
+        engine = server.engine_pid()
+        server.process.kill()
+        wait_until(lambda: not is_running(engine))
+
+
+def test_sigterm_to_the_engine_as_well_lets_streams_finish(model_folder: Path) -> None:
+    with child(model_folder, "SlowWorker") as server:
+        stream = Stream(server.url(), 60)
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
+        assert stream.result()[-1]["choices"][0]["finish_reason"] == "length"
+        assert server.exit_code() == 0
+        assert not is_running(engine)
+
+
+def test_model_that_cannot_be_served_is_one_line_and_exit_2(model_folder: Path) -> None:
+    command = [sys.executable, "-m", "vllmx", "serve", str(model_folder), "--port", "0"]
+    command += ["parallel.worker_cls=vllmx.worker.null_runner.NullWorker"]
+    command += ["cache.num_gpu_blocks_override=3", "--max-model-len", "128"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.strip().splitlines()
+    assert "max_model_len" in line
 
 
 def test_port_in_use_is_one_line_and_exit_2(model_folder: Path) -> None:

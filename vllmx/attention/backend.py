@@ -84,6 +84,17 @@ class AttentionBackend(ABC):
         return (num_blocks, block_size, 2, num_kv_heads, head_size)
 
     @classmethod
+    def indexes_kv_by_block_stride(cls) -> bool:
+        """Whether `run` can read a cache whose blocks lie further apart than their slots do."""
+        return False
+
+    @classmethod
+    def supports_cudagraph(cls) -> bool:
+        """Whether `run` on a batch of decodes may be recorded once and replayed for others: it
+        takes lengths, tables and slots from the tensors of the metadata, which stay in place."""
+        return False
+
+    @classmethod
     def op_call(
         cls,
         query: Tensor,

@@ -26,6 +26,8 @@ class AsyncScheduler(Scheduler):
                 # Its bitmask depends on a token that is not known yet.
                 scheduler_output.pending_structured_output_tokens = True
             request.num_output_placeholders += 1
+        if self.spec_decoding is not None:
+            self.spec_decoding.add_placeholders(scheduler_output, self.requests)
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int]

@@ -20,6 +20,7 @@ import cbor2
 
 from vllmx import platform
 from vllmx.exceptions import UserError
+from vllmx.multimodal import get_mm_features_in_window
 
 if TYPE_CHECKING:
     from vllmx.request import Request
@@ -157,13 +158,32 @@ def _mm_extra_keys(
     return keys, mm_idx
 
 
+def tensor_data(tensor: Any) -> memoryview:
+    """The bytes of a numpy array or a torch tensor, row by row."""
+    if hasattr(tensor, "tobytes"):
+        return memoryview(tensor.tobytes())
+    flat = tensor.detach().flatten().cpu().contiguous()
+    # Its torch.uint8, as core/ does not import torch; numpy has no bfloat16.
+    return flat.view(flat[:0].byte().dtype).numpy().data
+
+
+def _prompt_embeds_key(request: Request, start: int, end: int) -> bytes:
+    """SHA-256 of the prompt's embeddings at positions [start, end)."""
+    digest = request.prompt_embeds_hashes.get((start, end))
+    if digest is None:
+        assert request.prompt_embeds is not None
+        digest = hashlib.sha256(tensor_data(request.prompt_embeds[start:end])).digest()
+        request.prompt_embeds_hashes[start, end] = digest
+    return digest
+
+
 def generate_block_hash_extra_keys(
     request: Request, start_token_idx: int, end_token_idx: int, start_mm_idx: int
 ) -> tuple[tuple[Any, ...] | None, int]:
     """What else decides the content of tokens [start, end), and the next multimodal index.
 
     A key of one source never equals one of another: adapters are ("lora", name), multimodal items
-    (identifier, offset), the salt a string, prompt embeddings (numpy, [tokens, hidden]) bytes.
+    (identifier, offset), the salt a string, prompt embeddings ([tokens, hidden]) bytes.
     Upstream has the bare adapter name, which a salt can imitate. The salt is in the first block
     only, as the chain carries it on.
     """
@@ -175,8 +195,7 @@ def generate_block_hash_extra_keys(
     if start_token_idx == 0 and request.cache_salt:
         keys.append(request.cache_salt)
     if request.prompt_embeds is not None:
-        embeds = request.prompt_embeds[start_token_idx:end_token_idx]
-        keys.append(hashlib.sha256(embeds.tobytes()).digest())
+        keys.append(_prompt_embeds_key(request, start_token_idx, end_token_idx))
     return (tuple(keys) if keys else None), next_mm_idx
 
 
@@ -207,8 +226,9 @@ def get_request_block_hasher(
             return []
         plain = not need_extra_keys(request) and request.prompt_embeds is None
         extra_keys = None
-        # Blocks after the first call hold generated tokens, so only the last item can reach them.
-        mm_idx = -1 if start > 0 else 0
+        mm_idx = 0
+        if not plain:
+            mm_idx, _ = get_mm_features_in_window(request.mm_features, start, start)
         parent = block_hashes[-1] if block_hashes else None
         new_hashes = []
         for end in range(start + hash_block_size, num_tokens + 1, hash_block_size):

@@ -118,6 +118,8 @@ class BlockPool:
         self.cached_block_hashes_by_block: dict[int, set[BlockHashWithGroupId]] = {}
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
+        # Blocks that are never handed out: the null block and those of reserve_blocks.
+        self.num_reserved_blocks = 1
         self.enable_kv_cache_events = enable_kv_cache_events
         self.kv_event_queue: list[KVCacheEvent] = []
         self.metrics_collector = metrics_collector
@@ -300,6 +302,13 @@ class BlockPool:
                 collector.on_block_allocated(block)
         return blocks
 
+    def reserve_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """Take blocks out of the pool for as long as it lives; ValueError if there are too few."""
+        if num_blocks > self.free_block_queue.num_free_blocks:
+            raise ValueError(f"Cannot reserve {num_blocks} free blocks of the pool")
+        self.num_reserved_blocks += num_blocks
+        return self.free_block_queue.popleft_n(num_blocks)
+
     def _maybe_evict_cached_block(self, block: KVCacheBlock) -> bool:
         """Drop `block` from the prefix cache; False if it was not in it."""
         if self.metrics_collector is not None:
@@ -343,7 +352,7 @@ class BlockPool:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; does nothing and returns False while a block is in use."""
-        num_used = self.num_gpu_blocks - 1 - self.get_num_free_blocks()
+        num_used = self.num_gpu_blocks - self.num_reserved_blocks - self.get_num_free_blocks()
         if num_used != 0:
             logger.warning("Prefix cache not reset: %d blocks are still in use.", num_used)
             return False
@@ -363,8 +372,8 @@ class BlockPool:
         return self.free_block_queue.num_free_blocks
 
     def get_usage(self) -> float:
-        """Share of the blocks in use, 0.0 to 1.0; the null block does not count."""
-        total = self.num_gpu_blocks - 1
+        """Share of the blocks in use, 0.0 to 1.0; reserved ones do not count."""
+        total = self.num_gpu_blocks - self.num_reserved_blocks
         if total == 0:
             return 0.0
         return 1.0 - self.get_num_free_blocks() / total

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
     from vllmx.core.kv_cache_interface import KVCacheConfig
-    from vllmx.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+    from vllmx.core.kv_event_publisher import EventPublisher
+    from vllmx.core.output import (
+        DraftTokenIds,
+        GrammarOutput,
+        ModelRunnerOutput,
+        SchedulerOutput,
+    )
     from vllmx.engine import EngineCoreOutputs
+    from vllmx.kv_transfer.base import KVConnectorBase_V1
     from vllmx.metrics.stats import SchedulerStats
     from vllmx.request import Request, RequestStatus
 
@@ -32,6 +39,9 @@ class PauseState(enum.IntEnum):
 class SchedulerInterface(ABC):
     """Decides what each step computes, and digests what came of it."""
 
+    kv_event_publisher: EventPublisher
+    """Where events of the prefix cache go, if they are enabled."""
+
     @abstractmethod
     def __init__(
         self,
@@ -46,9 +56,10 @@ class SchedulerInterface(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def schedule(self) -> SchedulerOutput:
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Choose the requests of the next step and how many tokens each of them computes.
 
+        `throttle_prefills`: prompts had better wait for another step, as those of other ranks do.
         One call is one forward pass. Finished and preempted requests are reported in the first
         output after the fact, so that the runner can drop them.
         """
@@ -56,6 +67,16 @@ class SchedulerInterface(ABC):
     @abstractmethod
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Allowed tokens of the constrained requests in `scheduler_output`, None without any."""
+
+    @abstractmethod
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take in the drafts for the next step."""
+
+    @abstractmethod
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Put drafts into a step that was scheduled with placeholders for them."""
 
     @abstractmethod
     def update_from_output(
@@ -110,6 +131,10 @@ class SchedulerInterface(ABC):
 
         With `reset_running_requests` those are preempted and computed anew.
         """
+
+    def get_kv_connector(self) -> KVConnectorBase_V1 | None:
+        """The scheduler's side of the KV connector, if there is one."""
+        return None
 
     @abstractmethod
     def get_request_counts(self) -> tuple[int, int]:

@@ -11,6 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllmx.core.block_hash import BlockHash, BlockHashList, BlockHashListWithBlockSize
 from vllmx.core.block_pool import BlockPool
+from vllmx.core.encoder_attention import CrossAttentionManager, CrossAttentionSpec
+from vllmx.core.full_attention_variants import (
+    RSWAManager,
+    RSWASpec,
+    SinkFullAttentionManager,
+    SinkFullAttentionSpec,
+)
 from vllmx.core.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -111,11 +118,17 @@ class KVCacheCoordinator(ABC):
     ) -> int:
         """Free blocks that the request takes in all groups to have `num_tokens` slots.
 
-        `new_computed_blocks` are its prefix hits. `apply_admission_cap` counts the most that is
-        held at once, for the admission of a whole sequence; a step needs it off.
+        `new_computed_blocks` are its prefix hits, `num_encoder_tokens` the slots that cross
+        attention takes. `apply_admission_cap` counts the most that is held at once, for the
+        admission of a whole sequence; a step needs it off.
         """
         num_blocks = 0
         for i, manager in enumerate(self.single_type_managers):
+            if manager.counts_encoder_tokens:
+                num_blocks += manager.get_num_blocks_to_allocate(
+                    request_id, num_encoder_tokens, (), 0, num_encoder_tokens, apply_admission_cap
+                )
+                continue
             num_blocks += manager.get_num_blocks_to_allocate(
                 request_id,
                 num_tokens,
@@ -157,10 +170,17 @@ class KVCacheCoordinator(ABC):
         num_tokens_main_model: int,
         num_encoder_tokens: int = 0,
     ) -> tuple[list[KVCacheBlock], ...]:
-        """Extend the request's tables to `num_tokens` slots; returns what was added."""
+        """Extend the request's tables to `num_tokens` slots; returns what was added.
+
+        `num_encoder_tokens`: slots of the tables for cross attention.
+        """
         return tuple(
             [
-                manager.allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+                manager.allocate_new_blocks(
+                    request_id,
+                    num_encoder_tokens if manager.counts_encoder_tokens else num_tokens,
+                    num_tokens_main_model,
+                )
                 for manager in self.single_type_managers
             ]
         )
@@ -450,8 +470,11 @@ def _validate_retention_interval(
 
 _MANAGERS: dict[type[KVCacheSpec], type[SingleTypeKVCacheManager]] = {
     FullAttentionSpec: FullAttentionManager,
+    RSWASpec: RSWAManager,
+    SinkFullAttentionSpec: SinkFullAttentionManager,
     SlidingWindowSpec: SlidingWindowManager,
     ChunkedLocalAttentionSpec: ChunkedLocalAttentionManager,
+    CrossAttentionSpec: CrossAttentionManager,
     MambaSpec: MambaManager,
 }
 

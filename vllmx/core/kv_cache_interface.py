@@ -8,11 +8,12 @@ Dtypes are names ("float32"), so that neither the scheduler nor a config needs t
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum, StrEnum
 from math import prod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
@@ -119,6 +120,8 @@ class KVCacheSpecKind(StrEnum):
 class KVCacheSpec:
     """KV cache format of one layer. A page is one layer's share of a block, in bytes."""
 
+    kind: ClassVar[KVCacheSpecKind] = KVCacheSpecKind.UNKNOWN
+    """Label in KV events."""
     block_size: int
     """Tokens in a block."""
 
@@ -198,6 +201,7 @@ class FullAttentionSpec(AttentionSpec):
     blocks are then kept for the whole context, and the window only limits the computation.
     """
 
+    kind = KVCacheSpecKind.FULL_ATTENTION
     head_size_v: int = None  # type: ignore[assignment]
     """Elements of a value head; None: `head_size`."""
     sliding_window: int | None = None
@@ -234,8 +238,8 @@ class FullAttentionSpec(AttentionSpec):
 
     @classmethod
     def can_merge(cls, specs: Sequence[KVCacheSpec]) -> bool:
-        """True for full-attention specs that differ in nothing but at most one window."""
-        if not all(isinstance(spec, FullAttentionSpec) for spec in specs):
+        """True for specs of one class that differ in nothing but at most one window."""
+        if not all(type(spec) is cls for spec in specs):
             return False
         windows, chunks = _window_sizes(specs), _chunk_sizes(specs)
         return _same_layout(specs) and len(windows) + len(chunks) <= 1
@@ -243,8 +247,8 @@ class FullAttentionSpec(AttentionSpec):
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
         """The common spec; a window of some layers becomes the window of the group."""
-        assert all(isinstance(spec, FullAttentionSpec) for spec in specs), (
-            "All attention layers in the same KV cache group must be FullAttentionSpec."
+        assert all(type(spec) is cls for spec in specs), (
+            f"All attention layers in the same KV cache group must be {cls.__name__}."
         )
         assert _same_layout(specs), (
             "All attention layers in the same KV cache group must have the same attention spec."
@@ -322,6 +326,7 @@ class _RecyclingSpec(AttentionSpec):
 class ChunkedLocalAttentionSpec(_RecyclingSpec):
     """Attention within fixed chunks of `attention_chunk_size` tokens."""
 
+    kind = KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION
     attention_chunk_size: int
 
     def max_admission_blocks_per_request(
@@ -344,6 +349,7 @@ class ChunkedLocalAttentionSpec(_RecyclingSpec):
 class SlidingWindowSpec(_RecyclingSpec):
     """Attention to the token itself and the `sliding_window - 1` before it."""
 
+    kind = KVCacheSpecKind.SLIDING_WINDOW
     sliding_window: int
     head_size_v: int = None  # type: ignore[assignment]
     """Elements of a value head; None: `head_size`."""
@@ -383,6 +389,7 @@ class SlidingWindowSpec(_RecyclingSpec):
 class MambaSpec(KVCacheSpec):
     """Recurrent states, one set of `shapes` and `dtypes` a block instead of one entry a token."""
 
+    kind = KVCacheSpecKind.MAMBA
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     page_size_padded: int | None = None
@@ -456,21 +463,22 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         block_size = next(iter(kv_cache_specs.values())).block_size
         return cls(block_size=block_size, kv_cache_specs=kv_cache_specs)
 
+    def get_page_sizes(self) -> list[int]:
+        """The page sizes that occur, in bytes."""
+        return list({spec.page_size_bytes: None for spec in self.kv_cache_specs.values()})
+
+    def get_num_layer_tuples(self) -> int:
+        """How many layers have the page size that occurs most."""
+        sizes = Counter(spec.page_size_bytes for spec in self.kv_cache_specs.values())
+        return sizes.most_common(1)[0][1]
+
 
 def get_kv_cache_spec_kind(kv_cache_spec: KVCacheSpec) -> KVCacheSpecKind:
     """The label of `kv_cache_spec` in KV events; mixed layers are UNKNOWN."""
     if isinstance(kv_cache_spec, UniformTypeKVCacheSpecs):
         kinds = {get_kv_cache_spec_kind(spec) for spec in kv_cache_spec.kv_cache_specs.values()}
         return kinds.pop() if len(kinds) == 1 else KVCacheSpecKind.UNKNOWN
-    for spec_class, kind in (
-        (FullAttentionSpec, KVCacheSpecKind.FULL_ATTENTION),
-        (ChunkedLocalAttentionSpec, KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION),
-        (SlidingWindowSpec, KVCacheSpecKind.SLIDING_WINDOW),
-        (MambaSpec, KVCacheSpecKind.MAMBA),
-    ):
-        if isinstance(kv_cache_spec, spec_class):
-            return kind
-    return KVCacheSpecKind.UNKNOWN
+    return kv_cache_spec.kind
 
 
 def get_kv_cache_spec_sliding_window(kv_cache_spec: KVCacheSpec) -> int | None:

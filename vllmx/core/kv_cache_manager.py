@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, overload
 
+from vllmx.core.encoder_attention import CrossAttentionSpec
 from vllmx.core.kv_cache_coordinator import get_kv_cache_coordinator
 from vllmx.core.kv_cache_interface import (
     AttentionSpec,
@@ -192,7 +193,8 @@ class KVCacheManager:
         long prompt is not admitted by its first chunk. `reserved_blocks` are left free. The
         watermark is left free too when a waiting request is admitted while others run
         (`has_scheduled_reqs`). `delay_cache_blocks` leaves it to the caller to cache the blocks,
-        once they hold their entries.
+        once they hold their entries. `num_encoder_tokens` are the encoder positions that the
+        request's first step writes for its cross attention.
         """
         # Most steps of a running request change nothing: its last block has room, no block is
         # completed and none leaves a window.
@@ -341,7 +343,7 @@ class KVCacheManager:
         groups = self.kv_cache_config.kv_cache_groups
         for group, ids in zip(groups, self.get_block_ids(request_id), strict=True):
             spec = group.kv_cache_spec
-            if isinstance(spec, AttentionSpec):
+            if isinstance(spec, AttentionSpec) and not isinstance(spec, CrossAttentionSpec):
                 ids = ids[: cdiv(num_computed_tokens, spec.block_size)]
             tables.append(ids)
         return tuple(tables)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllmx.core.kv_cache_interface import (
     AttentionSpec,
@@ -28,7 +28,14 @@ from vllmx.core.kv_cache_interface import (
     cdiv,
     max_model_len_of,
 )
-from vllmx.exceptions import UserError
+from vllmx.core.kv_cache_packing import (
+    group_latent_specs,
+    packed_block_bytes,
+    packed_tensors,
+    uses_packed_blocks,
+)
+from vllmx.core.mla_spec import MLAAttentionSpec, SlidingWindowMLASpec
+from vllmx.exceptions import UnsupportedError, UserError
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
@@ -191,7 +198,7 @@ def unify_kv_cache_spec_page_size(
     """The specs with pages as large as the largest, since a pool has blocks of one size.
 
     A page that divides the largest gets more tokens; another one is padded, if its backend reads
-    padded pages, else UserError.
+    padded pages, else UnsupportedError.
     """
     largest = max(spec.page_size_bytes for spec in kv_cache_spec.values())
     unified = {}
@@ -202,7 +209,7 @@ def unify_kv_cache_spec_page_size(
         elif isinstance(spec, AttentionSpec) and spec.indexes_kv_by_block_stride:
             spec = replace(spec, page_size_padded=largest)
         else:
-            raise UserError(
+            raise UnsupportedError(
                 f"Layer {name}: its KV page of {page_size} bytes does not divide the largest page "
                 f"of {largest} bytes, and its attention backend can't read padded pages "
                 "(indexes_kv_by_block_stride). Choose another attention.backend."
@@ -252,18 +259,34 @@ def unify_hybrid_kv_cache_specs(kv_cache_spec: dict[str, KVCacheSpec]) -> None:
         "The hybrid KV cache manager is off: layers with a window keep the keys and values of the "
         "whole context, which takes more memory. Their computation is still windowed."
     )
-    if any(isinstance(spec, FullAttentionSpec) for spec in kv_cache_spec.values()):
+    full = (s for s in kv_cache_spec.values() if isinstance(s, FullAttentionSpec))
+    if (first := next(full, None)) is not None:
+        full_block_size = first.block_size
         for name, spec in kv_cache_spec.items():
-            if not isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
-                continue
-            names = {field.name for field in fields(FullAttentionSpec)}
-            kept = {f.name: getattr(spec, f.name) for f in fields(spec) if f.name in names}
-            kv_cache_spec[name] = FullAttentionSpec(**kept)
+            if isinstance(spec, SlidingWindowMLASpec):
+                kv_cache_spec[name] = _without_window(spec, full_block_size)
+            elif isinstance(spec, SlidingWindowSpec | ChunkedLocalAttentionSpec):
+                kv_cache_spec[name] = FullAttentionSpec(**_fields_for(FullAttentionSpec, spec))
     if not _is_one_type(kv_cache_spec):
         raise UserError(
             "Hybrid KV cache manager is disabled but failed to convert the KV cache specs to one "
             "unified type: leave scheduler.disable_hybrid_kv_cache_manager unset for this model."
         )
+
+
+def _fields_for(cls: type[KVCacheSpec], spec: KVCacheSpec) -> dict[str, Any]:
+    """Those fields of `spec` that `cls` has too."""
+    names = {field.name for field in fields(cls)}
+    return {f.name: getattr(spec, f.name) for f in fields(spec) if f.name in names}
+
+
+def _without_window(spec: SlidingWindowMLASpec, block_size: int) -> MLAAttentionSpec:
+    """The spec of a latent layer that keeps everything, in blocks of those that do anyway."""
+    kept = _fields_for(MLAAttentionSpec, spec)
+    del kept["sliding_window"]
+    if block_size != spec.block_size:
+        kept |= {"block_size": block_size, "page_size_padded": None}
+    return MLAAttentionSpec(**kept)
 
 
 def _is_one_type(kv_cache_spec: dict[str, KVCacheSpec]) -> bool:
@@ -287,6 +310,8 @@ def get_kv_cache_groups(
         return create_kv_cache_group_specs(kv_cache_spec, [list(kv_cache_spec)])
     if uniform_spec := UniformTypeKVCacheSpecs.from_specs(kv_cache_spec):
         return [KVCacheGroupSpec(list(kv_cache_spec), uniform_spec)]
+    if latent_groups := group_latent_specs(kv_cache_spec):
+        return latent_groups
     return _get_kv_cache_groups_uniform_page_size(unify_kv_cache_spec_page_size(kv_cache_spec))
 
 
@@ -296,32 +321,36 @@ def _uniform_type_spec(groups: list[KVCacheGroupSpec]) -> UniformTypeKVCacheSpec
     return spec if len(groups) == 1 and isinstance(spec, UniformTypeKVCacheSpecs) else None
 
 
-def _pool_bytes_per_block(groups: list[KVCacheGroupSpec]) -> int:
+def _pool_bytes_per_block(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
     """Bytes of one block over all tensors."""
     if (uniform_spec := _uniform_type_spec(groups)) is not None:
         return uniform_spec.page_size_bytes
+    if uses_packed_blocks(vllm_config, groups):
+        return packed_block_bytes(groups)
     group_size = max(len(group.layer_names) for group in groups)
     return group_size * get_uniform_page_size(group.kv_cache_spec for group in groups)
 
 
 def _needed_bytes_of_groups(groups: list[KVCacheGroupSpec], vllm_config: VllmConfig) -> int:
-    """Bytes of a pool that holds one request of max_model_len tokens.
+    """Bytes of the blocks of one request of max_model_len tokens; padding layers count."""
+    bytes_per_block = _pool_bytes_per_block(vllm_config, groups)
+    return _num_blocks_of_longest(vllm_config, groups) * bytes_per_block
 
-    Padding layers count, and so does the null block: without it the longest request would pass
-    this check and then wait for ever for the last block.
+
+def _with_null_block(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec], memory: int) -> int:
+    """`memory`, or what the longest request and the null block take if that is more.
+
+    The null block holds no tokens, so a pool that just fits the longest request is one short: it
+    would pass the check and then wait for ever for its last block.
     """
-    if (uniform_spec := _uniform_type_spec(groups)) is not None:
-        needed = max_memory_usage_bytes(vllm_config, uniform_spec.kv_cache_specs.values())
-        return needed + uniform_spec.page_size_bytes
-    bytes_per_block = _pool_bytes_per_block(groups)
-    num_blocks = sum(
-        cdiv(
-            group.kv_cache_spec.max_memory_usage_bytes(vllm_config),
-            group.kv_cache_spec.page_size_bytes,
-        )
-        for group in groups
-    )
-    return (num_blocks + 1) * bytes_per_block
+    needed = _needed_bytes_of_groups(groups, vllm_config)
+    return max(memory, needed + _pool_bytes_per_block(vllm_config, groups))
+
+
+def _num_blocks_of_longest(vllm_config: VllmConfig, groups: list[KVCacheGroupSpec]) -> int:
+    """Blocks of one request of max_model_len tokens, over all groups."""
+    specs = [group.kv_cache_spec for group in groups]
+    return sum(cdiv(s.max_memory_usage_bytes(vllm_config), s.page_size_bytes) for s in specs)
 
 
 def may_override_num_blocks(vllm_config: VllmConfig, num_blocks: int) -> int:
@@ -338,18 +367,28 @@ def get_num_blocks(
     return may_override_num_blocks(vllm_config, num_blocks)
 
 
+def _get_kv_cache_config_packed(
+    vllm_config: VllmConfig, kv_cache_groups: list[KVCacheGroupSpec], available_memory: int
+) -> tuple[int, list[KVCacheTensor]]:
+    """Number of blocks and the parts of each, for pages of several sizes in one block."""
+    num_blocks = get_num_blocks(
+        vllm_config, 1, available_memory, packed_block_bytes(kv_cache_groups)
+    )
+    return num_blocks, packed_tensors(kv_cache_groups, num_blocks)
+
+
 def get_kv_cache_config_from_groups(
     vllm_config: VllmConfig, kv_cache_groups: list[KVCacheGroupSpec], available_memory: int
 ) -> KVCacheConfig:
     """Cut `available_memory` bytes into blocks and say which layers share a tensor.
 
     Layers of one group have tensors of their own. Layer i of each group shares tensor i: groups
-    use different blocks of it.
+    use different blocks of it. Where blocks are packed, all tensors are parts of one.
     """
     if not kv_cache_groups:
         # The pool needs its null block.
         return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
-    bytes_per_block = _pool_bytes_per_block(kv_cache_groups)
+    bytes_per_block = _pool_bytes_per_block(vllm_config, kv_cache_groups)
     num_blocks = get_num_blocks(vllm_config, 1, available_memory, bytes_per_block)
     if (uniform_spec := _uniform_type_spec(kv_cache_groups)) is not None:
         tensors = [
@@ -359,6 +398,10 @@ def get_kv_cache_config_from_groups(
             )
             for name in kv_cache_groups[0].layer_names
         ]
+    elif uses_packed_blocks(vllm_config, kv_cache_groups):
+        num_blocks, tensors = _get_kv_cache_config_packed(
+            vllm_config, kv_cache_groups, available_memory
+        )
     else:
         group_size = max(len(group.layer_names) for group in kv_cache_groups)
         tensor_size = bytes_per_block // group_size * num_blocks
@@ -390,10 +433,8 @@ def get_max_concurrency_for_kv_cache_config(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> float:
     """How many requests of max_model_len tokens the pool holds."""
-    groups = kv_cache_config.kv_cache_groups
-    page_size = groups[0].kv_cache_spec.page_size_bytes
-    needed = max_memory_usage_bytes(vllm_config, (group.kv_cache_spec for group in groups))
-    return kv_cache_config.num_blocks / cdiv(needed, page_size)
+    blocks = _num_blocks_of_longest(vllm_config, kv_cache_config.kv_cache_groups)
+    return kv_cache_config.num_blocks / blocks
 
 
 def get_kv_cache_capacity(
@@ -464,20 +505,21 @@ def _planned_memory(
     groups_per_worker: list[list[KVCacheGroupSpec]],
     available_memory: list[int],
 ) -> list[int]:
-    """Bytes that will be allocated: what is there, or what the override asks for."""
+    """Bytes for the blocks of requests: what is there, or what the override asks for, less its
+    null block."""
     override = vllm_config.cache_config.num_gpu_blocks_override
     if override is None:
         return available_memory
     planned = []
     for groups, memory in zip(groups_per_worker, available_memory, strict=True):
         if groups:
-            bytes_per_block = _pool_bytes_per_block(groups)
+            bytes_per_block = _pool_bytes_per_block(vllm_config, groups)
             logger.info(
                 "num_gpu_blocks_override=%d replaces %d blocks.",
                 override,
                 memory // bytes_per_block,
             )
-            memory = override * bytes_per_block
+            memory = (override - 1) * bytes_per_block
         planned.append(memory)
     return planned
 
@@ -514,6 +556,7 @@ def get_kv_cache_configs(
         if worker_groups:
             needed = partial(_needed_bytes_of_groups, worker_groups)
             _check_enough_memory(vllm_config, needed, memory)
+            memory = _with_null_block(vllm_config, worker_groups, memory)
         configs.append(get_kv_cache_config_from_groups(vllm_config, worker_groups, memory))
     _equalize_num_blocks(configs)
     for config in configs:

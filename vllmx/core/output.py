@@ -11,9 +11,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
+if TYPE_CHECKING:
+    from vllmx.core.kv_events import KVConnectorKVEvents
+    from vllmx.ec_transfer.base import ECConnectorMetadata
+    from vllmx.kv_transfer.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+    from vllmx.kv_transfer.metrics import KVConnectorStats
+    from vllmx.multimodal import MultiModalFeatureSpec
     from vllmx.request import Request
     from vllmx.sampling_params import SamplingParams
 
@@ -28,7 +33,7 @@ class NewRequestData:
 
     req_id: str
     prompt_token_ids: list[int] | None
-    mm_features: list[Any]
+    mm_features: list[MultiModalFeatureSpec]
     sampling_params: SamplingParams | None
     pooling_params: Any | None
     block_ids: tuple[list[int], ...]
@@ -126,8 +131,8 @@ class SchedulerOutput:
     has_structured_output_requests: bool = False
     pending_structured_output_tokens: bool = False
     num_invalid_spec_tokens: dict[str, int] | None = None
-    kv_connector_metadata: Any | None = None
-    ec_connector_metadata: Any | None = None
+    kv_connector_metadata: KVConnectorMetadata | None = None
+    ec_connector_metadata: ECConnectorMetadata | None = None
     new_block_ids_to_zero: list[int] | None = None
     num_spec_tokens_to_schedule: int = 0
 
@@ -184,6 +189,44 @@ class LogprobsLists(NamedTuple):
 
 
 @dataclass
+class KVConnectorOutput:
+    """What the workers' KV connectors report of a step."""
+
+    finished_sending: set[str] | None = None
+    """Ended requests whose blocks are sent."""
+    finished_recving: set[str] | None = None
+    """Requests whose load has ended, well or not."""
+    kv_connector_stats: KVConnectorStats | None = None
+    kv_cache_events: KVConnectorKVEvents | None = None
+    kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
+    invalid_block_ids: set[int] = field(default_factory=set)
+    """Blocks whose load failed."""
+    expected_finished_count: int = 0
+    """Workers that must report a transfer before it has ended, if that has changed; else 0."""
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to report."""
+        return not (
+            self.finished_sending
+            or self.finished_recving
+            or self.kv_connector_stats
+            or self.kv_cache_events
+            or self.invalid_block_ids
+            or self.kv_connector_worker_meta
+        )
+
+
+@dataclass
+class ECConnectorOutput:
+    """What the workers' encoder-cache connectors report of a step."""
+
+    finished_sending: set[str] | None = None
+    """Ended requests whose encoder outputs are sent."""
+    finished_recving: set[str] | None = None
+    """Requests whose encoder outputs have been fetched in the background."""
+
+
+@dataclass
 class ModelRunnerOutput:
     """What a runner returns for one step. `sampled_token_ids[i]` is [] while i still prefills.
 
@@ -197,11 +240,20 @@ class ModelRunnerOutput:
     logprobs: LogprobsLists | None = None
     prompt_logprobs_dict: dict[str, LogprobsLists | None] = field(default_factory=dict)
     pooler_output: list[Any] | None = None
-    kv_connector_output: Any | None = None
-    ec_connector_output: Any | None = None
+    kv_connector_output: KVConnectorOutput | None = None
+    ec_connector_output: ECConnectorOutput | None = None
     num_nans_in_logits: dict[str, int] | None = None
     cudagraph_stats: Any | None = None
     routed_experts: Any | None = None
+
+    @classmethod
+    def with_kv_conn_output_only(
+        cls, kv_connector_output: KVConnectorOutput | None
+    ) -> ModelRunnerOutput:
+        """The output of a step without tokens."""
+        if kv_connector_output is None or kv_connector_output.is_empty():
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        return cls([], {}, kv_connector_output=kv_connector_output)
 
 
 class AsyncModelRunnerOutput(ABC):

@@ -12,58 +12,75 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllmx.core.encoder_scheduling import EncoderScheduling
+from vllmx.core.grammar import (
+    advance_grammar,
+    any_constrained,
+    get_grammar_output,
+    is_grammar_ready,
+)
 from vllmx.core.interface import PauseState, SchedulerInterface
 from vllmx.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllmx.core.kv_cache_metrics import KVCacheMetricsCollector
+from vllmx.core.kv_connector_scheduling import KVConnectorScheduling
+from vllmx.core.kv_event_publisher import KVEventPublishing
+from vllmx.core.mamba_align import MambaAlignScheduling, check_mamba_align
 from vllmx.core.output import (
-    CachedRequestData,
+    DraftTokenIds,
     GrammarOutput,
     ModelRunnerOutput,
-    NewRequestData,
     SchedulerOutput,
 )
+from vllmx.core.request_output import add_transfer_params, by_client, make_output
 from vllmx.core.request_queue import RequestQueue, SchedulingPolicy, create_request_queue
+from vllmx.core.schedule_step import Admission, CachedPrefix, ScheduleStep
+from vllmx.core.spec_decode import PLACEHOLDER, SpecDecoding
+from vllmx.core.streaming_input import StreamingSessions
 from vllmx.core.utils import check_stop, remove_all
 from vllmx.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
-from vllmx.exceptions import UserError
-from vllmx.metrics.stats import PrefixCacheStats, SchedulerStats
-from vllmx.request import Request, RequestStatus
+from vllmx.metrics.stats import PrefixCacheStats, SchedulerStats, SpecDecodingStats
+from vllmx.request import Request, RequestStatus, StreamingUpdate
 
 if TYPE_CHECKING:
-    from vllmx.config import VllmConfig
+    from vllmx.config import LoRAConfig, VllmConfig
     from vllmx.core.kv_cache_interface import KVCacheConfig
+    from vllmx.core.kv_event_publisher import EventPublisher
+    from vllmx.kv_transfer.metrics import KVConnectorStats
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Step:
-    """The decisions of the step that is being put together."""
-
-    token_budget: int
-    timestamp: float
-    # Position in the running list of the request that is looked at next.
-    index: int = 0
-    preempted: bool = False
-    new_reqs: list[Request] = field(default_factory=list)
-    resumed_reqs: list[Request] = field(default_factory=list)
-    running_reqs: list[Request] = field(default_factory=list)
-    num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
-    # Only the requests that got blocks in this step.
-    new_blocks: dict[str, KVCacheBlocks] = field(default_factory=dict)
+_UNKNOWN: Mapping[str, int] = Counter()
+"""In place of the lengths up to which no request needs a block: 0 for each."""
 
 
-class Scheduler(SchedulerInterface):
+class Scheduler(
+    EncoderScheduling,
+    KVConnectorScheduling,
+    KVEventPublishing,
+    MambaAlignScheduling,
+    StreamingSessions,
+    SchedulerInterface,
+):
     """First come first served, or by priority, on one token budget and one pool of KV blocks.
 
     When the pool runs out, the last request to be served gives its blocks back, waits at the
     front of the queue, and is computed anew when there is room.
     """
+
+    # What is off unless __init__ turns it on; each subject has a file of its own.
+    spec_decoding: SpecDecoding | None = None
+    use_eagle = False
+    num_spec_tokens = num_lookahead_tokens = 0
+    lora_config: LoRAConfig | None = None
+    # Ended by schedule(), told by the update that follows it.
+    _gave_up: tuple[Request, ...] = ()
+    # Whether the last step that took in prompts left some for want of room.
+    prefill_capacity_bound = False
 
     def __init__(
         self,
@@ -76,24 +93,42 @@ class Scheduler(SchedulerInterface):
         include_finished_set: bool = False,
         log_stats: bool = False,
         count_common_prefix: bool = False,
+        kv_event_publisher: EventPublisher | None = None,
     ) -> None:
         """`block_size`: tokens a prefix-cache hit is rounded down to; `hash_block_size`: tokens a
         block hash covers. `include_finished_set` reports ended requests to every client.
         `count_common_prefix`: for a runner that reads `SchedulerOutput.num_common_prefix_blocks`;
-        it costs a look at every block of a request in every step, so it is 0 otherwise."""
+        it costs a look at every block of a request in every step, so it is 0 otherwise.
+        `kv_event_publisher`: of a scheduler before this one; None: made from the config."""
         self.vllm_config = vllm_config
         self.scheduler_config = vllm_config.scheduler_config
         self.cache_config = vllm_config.cache_config
         self.kv_cache_config = kv_cache_config
         self.structured_output_manager: Any = structured_output_manager
         self.block_size = block_size
+        self.hash_block_size = block_size if hash_block_size is None else hash_block_size
         self.log_stats = log_stats
         self.count_common_prefix = count_common_prefix
+        self.lora_config = vllm_config.lora_config
 
+        self._init_limits()
+        self._init_queues()
+        # The same as finished_req_ids by client, for front ends that share an engine.
+        self.finished_req_ids_dict: dict[int, set[str]] | None = (
+            defaultdict(set) if include_finished_set else None
+        )
+        self._init_spec_decoding()
+        self._init_kv_cache_manager()
+        self._init_kv_connector()
+        self._init_kv_events(kv_event_publisher)
+        self._init_mamba_align()
+        self._init_encoder_inputs()
+
+    def _init_limits(self) -> None:
         self.max_num_running_reqs = self.scheduler_config.max_num_seqs
         max_num_batched_tokens = self.scheduler_config.max_num_batched_tokens
         max_num_scheduled_tokens = self.scheduler_config.max_num_scheduled_tokens
-        max_model_len = vllm_config.model_config.max_model_len
+        max_model_len = self.vllm_config.model_config.max_model_len
         # Resolved when the engine starts.
         assert max_num_batched_tokens is not None and max_model_len is not None
         if max_num_scheduled_tokens is None:
@@ -101,6 +136,8 @@ class Scheduler(SchedulerInterface):
         self.max_num_scheduled_tokens = max_num_scheduled_tokens
         self.max_model_len = max_model_len
         self.scheduler_reserve_full_isl = self.scheduler_config.scheduler_reserve_full_isl
+
+    def _init_queues(self) -> None:
         try:
             self.policy = SchedulingPolicy(self.scheduler_config.policy)
         except ValueError as error:
@@ -116,44 +153,63 @@ class Scheduler(SchedulerInterface):
         # What the next SchedulerOutput must tell the runner to drop.
         self.finished_req_ids: set[str] = set()
         self.reset_preempted_req_ids: set[str] = set()
-        # The same by client, for front ends that share an engine.
-        self.finished_req_ids_dict: dict[int, set[str]] | None = (
-            defaultdict(set) if include_finished_set else None
-        )
-        # Ended by schedule(), told by the update that follows it.
-        self._gave_up: list[Request] = []
         self._pause_state = PauseState.UNPAUSED
 
+    def _init_spec_decoding(self) -> None:
+        config = self.vllm_config.speculative_config
+        if config is not None:
+            self.spec_decoding = SpecDecoding(config, self.max_num_running_reqs)
+            self.use_eagle = self.spec_decoding.use_eagle
+            self.num_spec_tokens = self.spec_decoding.num_spec_tokens
+            self.num_lookahead_tokens = self.spec_decoding.num_lookahead_tokens
+        # Whether a decode may be more than one token and the slot for it.
+        self.examine_every_request = config is not None
+
+    def _init_kv_cache_manager(self) -> None:
         self.kv_metrics_collector: KVCacheMetricsCollector | None = None
-        observability = vllm_config.observability_config
+        observability = self.vllm_config.observability_config
         if observability.kv_cache_metrics:
             self.kv_metrics_collector = KVCacheMetricsCollector(
                 observability.kv_cache_metrics_sample
             )
+        events = self.vllm_config.kv_events_config
         self.kv_cache_manager = KVCacheManager(
-            kv_cache_config=kv_cache_config,
+            kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
             enable_caching=self.cache_config.enable_prefix_caching,
-            log_stats=log_stats,
-            scheduler_block_size=block_size,
-            hash_block_size=block_size if hash_block_size is None else hash_block_size,
+            use_eagle=self.use_eagle,
+            log_stats=self.log_stats,
+            scheduler_block_size=self.block_size,
+            hash_block_size=self.hash_block_size,
+            enable_kv_cache_events=events is not None and events.enable_kv_cache_events,
             metrics_collector=self.kv_metrics_collector,
             watermark=self.scheduler_config.watermark,
         )
-        if kv_cache_config.has_mamba_layers and self.cache_config.mamba_cache_mode == "align":
-            # It would have to end every piece of a prompt where a state is kept.
-            raise UserError("cache.mamba_cache_mode=align is not built; choose none.")
-        self.needs_kv_cache_zeroing = kv_cache_config.needs_kv_cache_zeroing
+        self.needs_kv_cache_zeroing = self.kv_cache_config.needs_kv_cache_zeroing
+
+    def _init_mamba_align(self) -> None:
+        config = self.kv_cache_config
+        self.need_mamba_block_aligned_split = (
+            config.has_mamba_layers and self.cache_config.mamba_cache_mode == "align"
+        )
+        if self.need_mamba_block_aligned_split:
+            check_mamba_align(config, self.cache_config, self.scheduler_config, self.block_size)
 
     # ------------------------------------------------------------------ schedule
 
-    def schedule(self) -> SchedulerOutput:
-        """Choose the requests of the next step and how many tokens each of them computes."""
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Choose the requests of the next step and how many tokens each of them computes.
+
+        `throttle_prefills` leaves prompts to a later step if there are decodes to run and the last
+        step that took prompts in had room for them all.
+        """
         budget = self.max_num_scheduled_tokens
         if self._pause_state == PauseState.PAUSED_ALL:
             budget = 0
-        step = _Step(budget, time.monotonic())
+        step = ScheduleStep(budget, time.monotonic(), self.max_num_encoder_input_tokens)
+        if throttle_prefills and not self.prefill_capacity_bound:
+            step.defer_prefills = any(not request.is_prefill_chunk for request in self.running)
         self.kv_cache_manager.new_step_starts()
 
         self._schedule_running(step)
@@ -162,26 +218,35 @@ class Scheduler(SchedulerInterface):
             self._schedule_waiting(step)
 
         scheduler_output = self._make_scheduler_output(step)
+        if self.connector is not None:
+            self._add_connector_metadata(self.connector, scheduler_output)
+        if self.defer_block_free:
+            self._note_scheduled_step(scheduler_output)
         self._update_after_schedule(scheduler_output)
         return scheduler_output
 
-    def _schedule_running(self, step: _Step) -> None:
+    # ------------------------------------------------------------------ running requests
+
+    def _schedule_running(self, step: ScheduleStep) -> None:
         """Give tokens to the running requests, in their order."""
         running = self.running
         scheduled = step.running_reqs
         num_scheduled_tokens = step.num_scheduled_tokens
-        unchanged_until = self.kv_cache_manager.coordinator.unchanged_until
+        # Nearly every request of nearly every step: one token, and room for it.
+        plain: int | None = 1
+        unchanged_until: Mapping[str, int] = self.kv_cache_manager.coordinator.unchanged_until
+        if self.examine_every_request or step.defer_prefills or step.encoder_budget:
+            plain, unchanged_until = None, _UNKNOWN
         index = 0
         while index < len(running) and step.token_budget > 0:
             request = running[index]
             index += 1
             req_id = request.request_id
             num_computed_tokens = request.num_computed_tokens
-            # Nearly every request of nearly every step: one token, and room for it.
-            if len(request._all_token_ids) - num_computed_tokens == 1:
+            if len(request._all_token_ids) - num_computed_tokens == plain:
                 num_new_tokens = 1
             else:
-                num_new_tokens = self._num_new_tokens_of_running(request, step.token_budget)
+                num_new_tokens = self._num_new_tokens_of_running(request, step)
                 if num_new_tokens <= 0:
                     continue
             if num_computed_tokens + num_new_tokens > unchanged_until[req_id]:
@@ -191,11 +256,15 @@ class Scheduler(SchedulerInterface):
                 if new_blocks is None:
                     continue
                 step.new_blocks[req_id] = new_blocks
+                if step.encoder_plans:
+                    self._allocate_encoder_inputs(request, step)
             scheduled.append(request)
             num_scheduled_tokens[req_id] = num_new_tokens
             step.token_budget -= num_new_tokens
+        if self.spec_decoding is not None:
+            self.spec_decoding.take_drafts(step)
 
-    def _num_new_tokens_of_running(self, request: Request, token_budget: int) -> int:
+    def _num_new_tokens_of_running(self, request: Request, step: ScheduleStep) -> int:
         """Tokens for a running request, 0 or less if there is nothing to compute."""
         num_placeholders = request.num_output_placeholders
         num_computed_tokens = request.num_computed_tokens
@@ -204,22 +273,40 @@ class Scheduler(SchedulerInterface):
             >= request.num_prompt_tokens + request.max_tokens
         ):
             return 0  # the steps in flight bring its last token
-        num_new_tokens = request.num_tokens + num_placeholders - num_computed_tokens
-        threshold = self.scheduler_config.long_prefill_token_threshold
-        if 0 < threshold < num_new_tokens:
-            num_new_tokens = threshold
+        if step.defer_prefills and request.is_prefill_chunk:
+            return 0
+        # num_tokens_with_spec and min() written out: with async scheduling each decode comes by.
+        num_new_tokens = len(request._all_token_ids) + len(request.spec_token_ids)
+        num_new_tokens += num_placeholders - num_computed_tokens
         # The last position belongs to a token that is sampled and never computed.
-        return min(num_new_tokens, token_budget, self.max_model_len - 1 - num_computed_tokens)
+        room = self.max_model_len - 1 - num_computed_tokens
+        if num_new_tokens > room:
+            num_new_tokens = room
+        if num_new_tokens > 1:
+            threshold = self.scheduler_config.long_prefill_token_threshold
+            if 0 < threshold < num_new_tokens:
+                num_new_tokens = threshold
+            num_new_tokens = min(num_new_tokens, step.token_budget)
+        if request.mm_features:
+            num_new_tokens = self._plan_encoder_inputs(
+                request, num_computed_tokens, num_new_tokens, step
+            )
+        if self.need_mamba_block_aligned_split:
+            return self._mamba_block_aligned_split(request, num_new_tokens)
+        return num_new_tokens
 
     def _allocate_or_preempt(
-        self, request: Request, num_new_tokens: int, step: _Step
+        self, request: Request, num_new_tokens: int, step: ScheduleStep
     ) -> KVCacheBlocks | None:
         """Slots for a running request, taken from others if need be; None if it went itself."""
         allocate_slots = self.kv_cache_manager.allocate_slots
-        while (new_blocks := allocate_slots(request, num_new_tokens)) is None:
+        lookahead = self.num_lookahead_tokens
+        while (
+            new_blocks := allocate_slots(request, num_new_tokens, num_lookahead_tokens=lookahead)
+        ) is None:
             step.preempted = True
             victim = self._pop_victim(step)
-            if victim is request and not self.running:
+            if victim is request and not self._others_hold_blocks():
                 # It had the whole pool and that was not enough: it can never go on.
                 self._give_up(request, RequestStatus.FINISHED_LENGTH_CAPPED)
                 return None
@@ -228,7 +315,7 @@ class Scheduler(SchedulerInterface):
                 return None
         return new_blocks
 
-    def _pop_victim(self, step: _Step) -> Request:
+    def _pop_victim(self, step: ScheduleStep) -> Request:
         """Take the least urgent request out of the running ones and out of `step`."""
         running = self.running
         if self.policy == SchedulingPolicy.FCFS:
@@ -239,26 +326,33 @@ class Scheduler(SchedulerInterface):
         victim = running.pop(position)
         if position < step.index:
             step.index -= 1
-        if victim.request_id in step.num_scheduled_tokens:
+        if step.remove_running(victim):
             # The blocks that this step was to fill can be found already, and stay empty now.
             self.kv_cache_manager.evict_uncomputed_blocks(victim)
-            step.running_reqs.remove(victim)
-            step.token_budget += step.num_scheduled_tokens.pop(victim.request_id)
-            step.new_blocks.pop(victim.request_id, None)
+        if victim.mm_features:
+            self._take_back_encoder_inputs(victim, step)
         return victim
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         """Take the blocks of a request that was just removed from the running ones, and queue it
         to be computed anew."""
         assert request.status == RequestStatus.RUNNING, "Only running requests can be preempted"
-        self.kv_cache_manager.free(request)
+        self._free_request_blocks(request)
+        self.encoder_cache_manager.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        request.spec_token_ids = []
         request.num_preemptions += 1
         if self.log_stats:
             request.record_event(EngineCoreEventType.PREEMPTED, timestamp)
         self.waiting.prepend_request(request)
         self.reset_preempted_req_ids.add(request.request_id)
+
+    def _others_hold_blocks(self) -> bool:
+        """Whether blocks may come free without anything being scheduled, or by what runs."""
+        if self.running or self.num_waiting_for_streaming_input > 0:
+            return True
+        return self._holds_unscheduled_blocks()
 
     def _give_up(self, request: Request, status: RequestStatus) -> None:
         """End a request that the KV cache cannot hold even when it is alone."""
@@ -271,24 +365,25 @@ class Scheduler(SchedulerInterface):
         )
         request.status = status
         self._free_request(request)
-        self._gave_up.append(request)
+        self._gave_up += (request,)
 
-    def _schedule_waiting(self, step: _Step) -> None:
+    # ------------------------------------------------------------------ waiting requests
+
+    def _schedule_waiting(self, step: ScheduleStep) -> None:
         """Admit waiting requests while there are tokens, places and blocks."""
         skipped = create_request_queue(self.policy)
         while (self.waiting or self.skipped_waiting) and step.token_budget > 0:
-            if len(self.running) >= self.max_num_running_reqs:
+            num_places_taken = len(self.running) + self.num_waiting_for_streaming_input
+            if num_places_taken >= self.max_num_running_reqs:
                 break
             queue = self._select_waiting_queue_for_scheduling()
             request = queue.peek_request()
-            if self._is_blocked_waiting_status(
-                request.status
-            ) and not self._try_promote_blocked_waiting_request(request):
-                skipped.prepend_request(queue.pop_request())
-                continue
-            if self._admit(request, step):
+            admission = self._admit(request, step)
+            if admission is Admission.ADMITTED:
                 queue.pop_request()
-            elif self.running:
+            elif admission is Admission.SET_ASIDE:
+                skipped.prepend_request(queue.pop_request())
+            elif self._others_hold_blocks():
                 break
             else:
                 # Every block and every token was to be had: its turn would never come.
@@ -301,50 +396,116 @@ class Scheduler(SchedulerInterface):
                 )
         if skipped:
             self.skipped_waiting.prepend_requests(skipped)
+        if not step.defer_prefills:
+            self.prefill_capacity_bound = bool(self.waiting)
 
-    def _admit(self, request: Request, step: _Step) -> bool:
-        """Start or resume a waiting request; False if it has to wait, and all behind it too."""
-        # Looked up anew at every try: blocks found earlier may have been evicted.
-        computed_blocks, num_computed_tokens = self.kv_cache_manager.get_computed_blocks(request)
-        assert num_computed_tokens <= request.num_tokens
-        # Not num_prompt_tokens: a resumed request has output tokens to compute as well.
-        num_new_tokens = request.num_tokens - num_computed_tokens
-        threshold = self.scheduler_config.long_prefill_token_threshold
-        if 0 < threshold < num_new_tokens:
-            num_new_tokens = threshold
-        if num_new_tokens > step.token_budget:
-            if not self.scheduler_config.enable_chunked_prefill:
-                return False
-            num_new_tokens = step.token_budget
-
+    def _admit(self, request: Request, step: ScheduleStep) -> Admission:
+        """Start or resume a waiting request, if it can be."""
+        if self._is_blocked_waiting_status(
+            request.status
+        ) and not self._try_promote_blocked_waiting_request(request):
+            return Admission.SET_ASIDE
+        if self.lora_config is not None and not step.has_lora_slot(
+            request, self.lora_config.max_loras
+        ):
+            return Admission.SET_ASIDE
+        prefix = self._find_prefix(request)
+        if self.connector is not None and not self._find_external(request, prefix):
+            return Admission.SET_ASIDE
+        if self.ec_connector is not None and not self._has_encoder_inputs_ready(request, prefix):
+            return Admission.SET_ASIDE
+        if prefix.load_async:
+            return self._start_async_load(request, prefix, step)
+        num_new_tokens = self._num_new_tokens_of_waiting(request, prefix.num_tokens, step)
+        if request.mm_features:
+            num_new_tokens = self._plan_encoder_inputs(
+                request, prefix.num_tokens, num_new_tokens, step
+            )
+        if self.need_mamba_block_aligned_split:
+            num_new_tokens = self._align_admission(request, num_new_tokens, prefix)
+        if num_new_tokens == 0:
+            return self._stays_waiting(request, step)
         new_blocks = self.kv_cache_manager.allocate_slots(
             request,
             num_new_tokens,
-            num_new_computed_tokens=num_computed_tokens,
-            new_computed_blocks=computed_blocks,
+            num_new_computed_tokens=prefix.num_local_tokens,
+            new_computed_blocks=prefix.blocks,
+            num_lookahead_tokens=self.num_lookahead_tokens,
+            num_external_computed_tokens=prefix.num_external_tokens,
+            num_encoder_tokens=self._num_cross_attention_tokens(request, step),
             full_sequence_must_fit=self.scheduler_reserve_full_isl,
             has_scheduled_reqs=bool(self.running),
         )
         if new_blocks is None:
-            return False
+            return self._stays_waiting(request, step)
+        if self.connector is not None:
+            self._note_external(self.connector, request, prefix)
+        self._start(request, prefix.num_tokens, num_new_tokens, step)
+        return Admission.ADMITTED
 
-        request_id = request.request_id
+    def _find_prefix(self, request: Request) -> CachedPrefix:
+        """What of a waiting request is computed already."""
+        if request.num_computed_tokens > 0:
+            return CachedPrefix(
+                self.kv_cache_manager.empty_kv_cache_blocks, 0, request.num_computed_tokens
+            )
+        # Looked up anew at every try: blocks found earlier may have been evicted.
+        blocks, num_local_tokens = self.kv_cache_manager.get_computed_blocks(request)
+        prefix = CachedPrefix(blocks, num_local_tokens)
+        assert prefix.num_tokens <= request.num_tokens
         if request.num_preemptions == 0 and request.prefill_stats is not None:
             # Blocks that a preempted request finds again are its own.
-            request.prefill_stats.set(request.num_prompt_tokens, num_computed_tokens, 0)
+            request.prefill_stats.set(request.num_prompt_tokens, num_local_tokens, 0)
+        return prefix
+
+    def _num_new_tokens_of_waiting(
+        self, request: Request, num_computed_tokens: int, step: ScheduleStep
+    ) -> int:
+        """Tokens for a waiting request, 0 if the step has none for it."""
+        # Not num_prompt_tokens: a resumed request has output tokens to compute as well.
+        num_new_tokens = request.num_tokens - num_computed_tokens
+        if step.defer_prefills and num_new_tokens > 1:
+            return 0
+        threshold = self.scheduler_config.long_prefill_token_threshold
+        if (
+            num_new_tokens == 1
+            and self.spec_decoding is not None
+            and self.spec_decoding.wants_padding(step)
+        ):
+            num_new_tokens += self.num_spec_tokens
+            room = min(step.token_budget, self.max_model_len - num_computed_tokens)
+            # Better no decode than one of another length than the rest.
+            return num_new_tokens if num_new_tokens <= room else 0
+        if 0 < threshold < num_new_tokens:
+            num_new_tokens = threshold
+        if num_new_tokens > step.token_budget and not self.scheduler_config.enable_chunked_prefill:
+            return 0
+        return min(num_new_tokens, step.token_budget)
+
+    def _start(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int, step: ScheduleStep
+    ) -> None:
+        """Let a request run that has its slots."""
         if self.log_stats:
             request.record_event(EngineCoreEventType.SCHEDULED, step.timestamp)
-        is_new = request.status == RequestStatus.WAITING
-        (step.new_reqs if is_new else step.resumed_reqs).append(request)
+        step.add_admitted(
+            request,
+            num_new_tokens,
+            self.kv_cache_manager.get_blocks(request.request_id),
+            is_new=request.status == RequestStatus.WAITING,
+        )
+        if step.encoder_plans:
+            self._allocate_encoder_inputs(request, step)
+        num_padding = num_computed_tokens + num_new_tokens - request.num_tokens
+        if num_padding > 0:
+            step.spec_decode_tokens[request.request_id] = [PLACEHOLDER] * num_padding
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = num_computed_tokens
         self.running.append(request)
-        step.new_blocks[request_id] = self.kv_cache_manager.get_blocks(request_id)
-        step.num_scheduled_tokens[request_id] = num_new_tokens
-        step.token_budget -= num_new_tokens
-        return True
 
-    def _make_scheduler_output(self, step: _Step) -> SchedulerOutput:
+    # ------------------------------------------------------------------ the step, written down
+
+    def _make_scheduler_output(self, step: ScheduleStep) -> SchedulerOutput:
         """Write the decisions down for the runner."""
         total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())
         assert total_num_scheduled_tokens + step.token_budget <= self.max_num_scheduled_tokens
@@ -359,51 +520,27 @@ class Scheduler(SchedulerInterface):
             )
         else:
             num_common_prefix_blocks = [0] * len(self.kv_cache_config.kv_cache_groups)
-        return SchedulerOutput(
-            scheduled_new_reqs=[
-                # A resumed request goes as a new one, its output tokens as part of the prefill.
-                NewRequestData.from_request(
-                    request,
-                    step.new_blocks[request.request_id].get_block_ids(),
-                    request._all_token_ids.copy(),
-                )
-                for request in (*step.new_reqs, *step.resumed_reqs)
-            ],
-            scheduled_cached_reqs=self._make_cached_request_data(step),
+        output = SchedulerOutput(
+            scheduled_new_reqs=step.new_request_data(),
+            scheduled_cached_reqs=step.cached_request_data(),
             num_scheduled_tokens=step.num_scheduled_tokens,
             total_num_scheduled_tokens=total_num_scheduled_tokens,
-            scheduled_spec_decode_tokens={},
-            scheduled_encoder_inputs={},
+            scheduled_spec_decode_tokens=step.spec_decode_tokens,
+            scheduled_encoder_inputs=step.encoder_inputs,
             num_common_prefix_blocks=num_common_prefix_blocks,
             preempted_req_ids=self.reset_preempted_req_ids,
             finished_req_ids=self.finished_req_ids,
-            free_encoder_mm_hashes=[],
-            new_block_ids_to_zero=(
-                (kv_cache_manager.take_new_block_ids() or None)
-                if self.needs_kv_cache_zeroing
-                else None
-            ),
+            free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
         )
-
-    def _make_cached_request_data(self, step: _Step) -> CachedRequestData:
-        reqs = step.running_reqs
-        req_ids = [request.request_id for request in reqs]
-        new_block_ids: list[tuple[list[int], ...] | None] = [None] * len(reqs)
-        if len(step.new_blocks) > len(step.new_reqs) + len(step.resumed_reqs):
-            for i, req_id in enumerate(req_ids):
-                if (blocks := step.new_blocks.get(req_id)) is not None:
-                    new_block_ids[i] = blocks.get_block_ids(allow_none=True)
-        return CachedRequestData(
-            req_ids=req_ids,
-            resumed_req_ids=set(),
-            new_token_ids=[],
-            all_token_ids={},
-            new_block_ids=new_block_ids,
-            num_computed_tokens=[request.num_computed_tokens for request in reqs],
-            num_output_tokens=[
-                len(request._output_token_ids) + request.num_output_placeholders for request in reqs
-            ],
-        )
+        if self.needs_kv_cache_zeroing:
+            output.new_block_ids_to_zero = kv_cache_manager.take_new_block_ids() or None
+        if self.spec_decoding is not None:
+            output.num_spec_tokens_to_schedule = self.spec_decoding.num_spec_tokens_to_schedule(
+                len(step.num_scheduled_tokens)
+            )
+        if self.ec_connector is not None:
+            output.ec_connector_metadata = self.ec_connector.build_connector_meta(output)
+        return output
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         """Count the scheduled tokens as computed, so that the next step can be scheduled before
@@ -417,9 +554,8 @@ class Scheduler(SchedulerInterface):
                 len(request._all_token_ids) + request.num_output_placeholders
             )
         if self.structured_output_manager is not None:
-            scheduler_output.has_structured_output_requests = any(
-                requests[req_id].use_structured_output and not requests[req_id].is_prefill_chunk
-                for req_id in scheduler_output.num_scheduled_tokens
+            scheduler_output.has_structured_output_requests = any_constrained(
+                scheduler_output, requests
             )
         # New sets, as scheduler_output keeps the old ones.
         self.finished_req_ids = set()
@@ -436,13 +572,22 @@ class Scheduler(SchedulerInterface):
         )
 
     def _try_promote_blocked_waiting_request(self, request: Request) -> bool:
-        """Make a request ready whose grammar has been compiled; False if it isn't yet."""
+        """Make a request ready if what it waited for is there; False if it isn't yet.
+
+        A session that waits for a piece of prompt is made ready by the piece itself.
+        """
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return self._try_promote_loaded(request)
         if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return False
-        if not request.structured_output_request.grammar:
+        if not is_grammar_ready(request):
             return False
         request.status = RequestStatus.WAITING
         return True
+
+    def _enqueue_waiting_request(self, request: Request) -> None:
+        blocked = self._is_blocked_waiting_status(request.status)
+        (self.skipped_waiting if blocked else self.waiting).add_request(request)
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue:
         if self.policy == SchedulingPolicy.FCFS:
@@ -459,19 +604,23 @@ class Scheduler(SchedulerInterface):
         """Allowed tokens of the constrained requests in `scheduler_output`, None without any."""
         if not scheduler_output.has_structured_output_requests:
             return None
-        req_ids = [
-            req_id
-            for req_id in scheduler_output.num_scheduled_tokens
-            if (request := self.requests.get(req_id)) is not None
-            and request.use_structured_output
-            and not request.is_prefill_chunk
-        ]
-        if not req_ids:
-            return None
-        bitmask = self.structured_output_manager.grammar_bitmask(
-            self.requests, req_ids, scheduler_output.scheduled_spec_decode_tokens
+        return get_grammar_output(self.structured_output_manager, scheduler_output, self.requests)
+
+    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
+        """Take in the drafts for the next step; those of requests that ended are dropped."""
+        assert self.spec_decoding is not None, "drafts came, but speculative_config is None"
+        self.spec_decoding.update_draft_token_ids(
+            draft_token_ids, self.requests, self.structured_output_manager
         )
-        return GrammarOutput(req_ids, bitmask)
+
+    def update_draft_token_ids_in_output(
+        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
+    ) -> None:
+        """Put drafts into a step that was scheduled with placeholders for them."""
+        assert self.spec_decoding is not None, "drafts came, but speculative_config is None"
+        self.spec_decoding.update_draft_token_ids_in_output(
+            draft_token_ids, scheduler_output, self.requests, self.structured_output_manager
+        )
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -480,13 +629,58 @@ class Scheduler(SchedulerInterface):
         what is to be told. Results of requests that ended meanwhile are dropped."""
         outputs: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
         requests = self.requests
+        failed_loads: set[str] = set()
+        spec_decoding_stats: SpecDecodingStats | None = None
+        kv_connector_stats: KVConnectorStats | None = None
+        if self.defer_block_free:
+            self._note_processed_step(scheduler_output)
+        if self.connector is not None:
+            failed_loads = self._take_load_errors(scheduler_output, model_runner_output)
+            requests = self._living_requests()
+        if scheduler_output.scheduled_spec_decode_tokens:
+            assert self.spec_decoding is not None
+            spec_decoding_stats = self.spec_decoding.take_back_rejected(
+                scheduler_output, model_runner_output, requests
+            )
+
+        stopped = self._take_tokens(scheduler_output, model_runner_output, requests, outputs)
+        if stopped and (transfer_params := self._remove_stopped(stopped)):
+            add_transfer_params(outputs, transfer_params)
+        for request in self._gave_up:
+            outputs[request.client_index].append(make_output(request, []))
+        self._gave_up = ()
+
+        if self.max_num_encoder_input_tokens:
+            self._free_computed_encoder_inputs(scheduler_output.num_scheduled_tokens)
+        if self.ec_connector is not None and model_runner_output.ec_connector_output is not None:
+            self.ec_connector.update_connector_output(model_runner_output.ec_connector_output)
+        if self.connector is not None:
+            self._end_failed_loads(failed_loads, outputs)
+            kv_connector_stats = self._take_connector_output(self.connector, model_runner_output)
+        if self.takes_kv_events:
+            self._publish_kv_events()
+        stats = self.make_stats(
+            spec_decoding_stats, kv_connector_stats, model_runner_output.cudagraph_stats
+        )
+        return by_client(outputs, self.finished_req_ids_dict, stats)
+
+    def _take_tokens(
+        self,
+        scheduler_output: SchedulerOutput,
+        model_runner_output: ModelRunnerOutput,
+        requests: Mapping[str, Request],
+        outputs: defaultdict[int, list[EngineCoreOutput]],
+    ) -> list[Request]:
+        """Append the sampled tokens to `requests` and what to tell of them to `outputs`; the
+        requests that stop."""
+        stopped_requests: list[Request] = []
         req_id_to_index = model_runner_output.req_id_to_index
         sampled_token_ids = model_runner_output.sampled_token_ids
         has_extras = (
             model_runner_output.logprobs is not None
             or model_runner_output.num_nans_in_logits is not None
+            or scheduler_output.has_structured_output_requests
         )
-        stopped_requests: set[Request] = set()
         for req_id in scheduler_output.num_scheduled_tokens if sampled_token_ids else ():
             request = requests.get(req_id)
             if request is None:
@@ -499,24 +693,42 @@ class Scheduler(SchedulerInterface):
             if not new_token_ids:
                 continue  # it was preempted by reset_prefix_cache in the meantime
             if stopped or has_extras or request.events or request.prefill_stats is not None:
-                output = self._make_output(request, new_token_ids, req_index, model_runner_output)
+                stopped |= self._stops_by_grammar(request, new_token_ids)
+                output = make_output(request, new_token_ids, req_index, model_runner_output)
             else:
                 output = EngineCoreOutput(req_id, new_token_ids)
             outputs[request.client_index].append(output)
             if stopped:
-                self._free_request(request)
-                stopped_requests.add(request)
+                stopped_requests.append(request)
+        return stopped_requests
 
-        if stopped_requests:
-            num_running = len(self.running)
-            self.running = remove_all(self.running, stopped_requests)
-            if num_running - len(self.running) < len(stopped_requests):
-                # Some were preempted while their last token was on its way.
-                self.waiting.remove_requests(stopped_requests)
-        for request in self._gave_up:
-            outputs[request.client_index].append(self._make_output(request, []))
-        self._gave_up.clear()
-        return self._make_engine_core_outputs(outputs, model_runner_output)
+    def _stops_by_grammar(self, request: Request, new_token_ids: list[int]) -> bool:
+        """Advance the grammar of `request`, if it has one; True if that ends it with an error."""
+        if request.structured_output_request is None or advance_grammar(
+            self.structured_output_manager, request, new_token_ids
+        ):
+            return False
+        request.status = RequestStatus.FINISHED_ERROR
+        request.resumable = False
+        return True
+
+    def _remove_stopped(self, stopped: list[Request]) -> dict[str, dict[str, Any]]:
+        """Take requests that have stopped out of the queues; a session waits, the rest is freed.
+
+        Returns what their callers are to be told for a KV transfer, by request id.
+        """
+        num_running = len(self.running)
+        self.running = remove_all(self.running, set(stopped))
+        if num_running - len(self.running) < len(stopped):
+            # Some were preempted while their last token was on its way.
+            self.waiting.remove_requests(stopped)
+        transfer_params: dict[str, dict[str, Any]] = {}
+        for request in stopped:
+            if self._handle_stopped_request(request):
+                params = self._free_request(request)
+                if params is not None:
+                    transfer_params[request.request_id] = params
+        return transfer_params
 
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int]
@@ -531,75 +743,23 @@ class Scheduler(SchedulerInterface):
                 break
         return new_token_ids, stopped
 
-    def _make_output(
-        self,
-        request: Request,
-        new_token_ids: list[int],
-        req_index: int = -1,
-        model_runner_output: ModelRunnerOutput | None = None,
-    ) -> EngineCoreOutput:
-        """What to tell of `request`, row `req_index` of `model_runner_output` if there is one."""
-        request_id = request.request_id
-        output = EngineCoreOutput(request_id, new_token_ids)
-        if request.status > RequestStatus.PREEMPTED:
-            output.finish_reason = request.get_finished_reason()
-            output.stop_reason = request.stop_reason
-        if request.events:
-            output.events = request.take_events()
-        if request.trace_headers is not None:
-            output.trace_headers = request.trace_headers
-        is_first = request.prefill_stats is not None
-        if is_first:
-            output.prefill_stats = request.take_prefill_stats()
-        if model_runner_output is None:
-            return output
-        if is_first:
-            # A prompt that is computed again after a preemption brings its log-probs again.
-            prompt_logprobs = model_runner_output.prompt_logprobs_dict.get(request_id)
-            output.new_prompt_logprobs_tensors = prompt_logprobs
-        logprobs = model_runner_output.logprobs
-        if logprobs is not None and request.sampling_params.num_logprobs is not None:
-            output.new_logprobs = logprobs.slice_request(req_index, len(new_token_ids))
-        if model_runner_output.num_nans_in_logits is not None:
-            num_nans = model_runner_output.num_nans_in_logits.get(request_id, 0)
-            output.num_nans_in_logits = num_nans
-        return output
-
-    def _make_engine_core_outputs(
-        self, outputs: dict[int, list[EngineCoreOutput]], model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
-        engine_core_outputs = {
-            client_index: EngineCoreOutputs(outputs=client_outputs)
-            for client_index, client_outputs in outputs.items()
-        }
-        if self.finished_req_ids_dict:
-            for client_index, finished in self.finished_req_ids_dict.items():
-                if client_index not in engine_core_outputs:
-                    engine_core_outputs[client_index] = EngineCoreOutputs()
-                engine_core_outputs[client_index].finished_requests = finished
-            self.finished_req_ids_dict.clear()
-        stats = self.make_stats(cudagraph_stats=model_runner_output.cudagraph_stats)
-        if stats is not None:
-            # One client is enough, and there must be one even if nobody has an output.
-            if not engine_core_outputs:
-                engine_core_outputs[0] = EngineCoreOutputs()
-            next(iter(engine_core_outputs.values())).scheduler_stats = stats
-        return engine_core_outputs
-
     # ------------------------------------------------------------------ requests come and go
 
     def add_request(self, request: Request) -> None:
-        """Queue a new request; ValueError if its id is in use."""
-        if request.request_id in self.requests:
-            raise ValueError(
-                f"Request id {request.request_id!r} is in use; wait for that request to end or "
-                "give this one another id."
-            )
-        if self._is_blocked_waiting_status(request.status):
-            self.skipped_waiting.add_request(request)
-        else:
-            self.waiting.add_request(request)
+        """Queue a new request, or the next piece of a session's prompt under the session's id (a
+        piece that is not resumable ends it). ValueError if the id is in use otherwise."""
+        existing = self.requests.get(request.request_id)
+        if existing is not None:
+            self._add_to_session(existing, StreamingUpdate.from_request(request))
+            return
+        if request.mm_features:
+            self._check_encoder_inputs(request)
+        if request.resumable:
+            request.streaming_queue = deque()
+        self._enqueue_waiting_request(request)
         self.requests[request.request_id] = request
+        if self.connector is not None:
+            self.connector.on_new_request(request)
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
 
@@ -616,9 +776,9 @@ class Scheduler(SchedulerInterface):
         elif isinstance(request_ids, str):
             request_ids = (request_ids,)
         ending = [
-            self.requests[req_id]
+            request
             for req_id in dict.fromkeys(request_ids)
-            if req_id in self.requests
+            if (request := self.requests.get(req_id)) is not None and not request.is_finished()
         ]
         running = {request for request in ending if request.status == RequestStatus.RUNNING}
         self.running = remove_all(self.running, running)
@@ -627,19 +787,31 @@ class Scheduler(SchedulerInterface):
             self.waiting.remove_requests(waiting)
             self.skipped_waiting.remove_requests(waiting)
         for request in ending:
+            if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                self.num_waiting_for_streaming_input -= 1
+            is_loading = self._is_loading(request)
             request.status = finished_status
-            self._free_request(request)
+            self._free_request(request, delay_free_blocks=is_loading)
         return [(request.request_id, request.client_index) for request in ending]
 
-    def _free_request(self, request: Request) -> None:
-        """Give back the blocks of a request that ended, and forget it."""
+    def _free_request(
+        self, request: Request, delay_free_blocks: bool = False
+    ) -> dict[str, Any] | None:
+        """Give back the blocks of a request that ended, and forget it, unless a KV transfer still
+        needs them. Returns what the caller is to be told for a transfer."""
         assert request.is_finished()
         request_id = request.request_id
-        self.kv_cache_manager.free(request)
+        transfer_params = None
+        if self.connector is not None:
+            keeps_blocks, transfer_params = self._connector_finished(request)
+            delay_free_blocks |= keeps_blocks
+        self.encoder_cache_manager.free(request)
         self.finished_req_ids.add(request_id)
         if self.finished_req_ids_dict is not None:
             self.finished_req_ids_dict[request.client_index].add(request_id)
-        del self.requests[request_id]
+        if not delay_free_blocks:
+            self._free_blocks(request)
+        return transfer_params
 
     def get_request_counts(self) -> tuple[int, int]:
         """(running, waiting) requests."""
@@ -651,11 +823,20 @@ class Scheduler(SchedulerInterface):
             return 0
         if self._pause_state == PauseState.PAUSED_NEW:
             return len(self.running)
-        return len(self.running) + len(self.waiting) + len(self.skipped_waiting)
+        num_waiting = len(self.waiting) + len(self.skipped_waiting)
+        return len(self.running) + num_waiting - self.num_waiting_for_streaming_input
 
     def has_finished_requests(self) -> bool:
-        """Whether the runner has yet to hear of requests that ended."""
-        return bool(self.finished_req_ids)
+        """Whether the runner has yet to hear of requests that ended, or of blocks that are sent."""
+        if self.finished_req_ids:
+            return True
+        return self.connector is not None and self._num_delayed_frees() > 0
+
+    def has_requests(self) -> bool:
+        """Whether a step is due: to compute, to tell the runner who ended, or to send entries."""
+        if super().has_requests():
+            return True
+        return self.connector is not None and self.connector.has_pending_push_work()
 
     # ------------------------------------------------------------------ control
 
@@ -673,8 +854,8 @@ class Scheduler(SchedulerInterface):
     ) -> bool:
         """Empty the prefix cache; False if running requests still hold blocks.
 
-        With `reset_running_requests` those are preempted and computed anew. There is no connector
-        to reset.
+        With `reset_running_requests` those are preempted and computed anew. `reset_connector`
+        empties the KV connector's cache as well, where there is one.
         """
         if reset_running_requests:
             timestamp = time.monotonic()
@@ -686,10 +867,19 @@ class Scheduler(SchedulerInterface):
                 request.async_tokens_to_discard = request.num_output_placeholders
                 request.num_output_placeholders = 0
         done = self.kv_cache_manager.reset_prefix_cache()
-        assert done or not reset_running_requests, "blocks are held, but no request is running"
+        assert done or not reset_running_requests or self._others_hold_blocks(), (
+            "blocks are held, but no request is running"
+        )
+        if reset_connector:
+            done = self.reset_connector_cache() and done
         return done
 
-    def make_stats(self, cudagraph_stats: Any | None = None) -> SchedulerStats | None:
+    def make_stats(
+        self,
+        spec_decoding_stats: SpecDecodingStats | None = None,
+        kv_connector_stats: KVConnectorStats | None = None,
+        cudagraph_stats: Any | None = None,
+    ) -> SchedulerStats | None:
         """State for the loggers, None where statistics are off."""
         if not self.log_stats:
             return None
@@ -701,10 +891,18 @@ class Scheduler(SchedulerInterface):
             kv_cache_usage=self.kv_cache_manager.usage,
             prefix_cache_stats=self.kv_cache_manager.make_prefix_cache_stats()
             or PrefixCacheStats(),
+            connector_prefix_cache_stats=self._take_connector_prefix_cache_stats(),
             kv_cache_eviction_events=collector.drain_events() if collector is not None else [],
+            spec_decoding_stats=spec_decoding_stats,
             cudagraph_stats=cudagraph_stats,
+            kv_connector_stats=kv_connector_stats.data if kv_connector_stats else None,
         )
 
     def shutdown(self) -> None:
         """End all requests without telling anybody."""
         self.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self.kv_event_publisher.shutdown()
+        if self.connector is not None:
+            self.connector.shutdown()
+        if self.ec_connector is not None:
+            self.ec_connector.shutdown()

@@ -34,6 +34,9 @@ class SingleTypeKVCacheManager(ABC):
     a multiple of every group's block size.
     """
 
+    counts_encoder_tokens = False
+    """Whether the table is of an encoder's positions instead of the request's tokens."""
+
     def __init__(
         self,
         kv_cache_spec: KVCacheSpec,
@@ -247,12 +250,15 @@ class SingleTypeKVCacheManager(ABC):
     ) -> None:
         """Give back the blocks that no later token attends to; null blocks take their place."""
         num_skipped = self.get_num_skipped_tokens(total_computed_tokens) // self.block_size
-        if num_skipped <= 0:
-            return
+        if num_skipped > 0:
+            self._remove_blocks(request_id, 0, num_skipped)
+
+    def _remove_blocks(self, request_id: str, first: int, end: int) -> None:
+        """Give back blocks [first, end) of the table, null blocks taking their place."""
         table = self.req_to_blocks[request_id]
         freed = []
         # From the end, so that what an earlier call has removed is reached last and stops it.
-        for i in range(min(num_skipped, len(table)) - 1, -1, -1):
+        for i in range(min(end, len(table)) - 1, first - 1, -1):
             if table[i] is self._null_block:
                 break
             freed.append(table[i])

@@ -2,8 +2,9 @@
 # upstream: vllm/v1/engine/__init__.py @ v0.25.0
 """The messages between a front end and the engine core.
 
-They are msgspec structs so that they may cross a process border one day. Importing this package
-loads none of its modules, no torch and no front end.
+They are msgspec structs, for they cross a process border: msgspec reads their annotations when it
+makes a decoder, so what they name is imported here. Importing this package loads none of its
+modules, no torch and no front end.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 
+from vllmx.core.output import LogprobsLists
+from vllmx.lora.request import LoRARequest
 from vllmx.metrics.stats import PrefillStats, SchedulerStats
-
-if TYPE_CHECKING:
-    from vllmx.core.output import LogprobsLists
-    from vllmx.sampling_params import SamplingParams
+from vllmx.sampling_params import SamplingParams
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What a pause does with the requests in flight: end them, let them finish, or freeze them."""
@@ -46,6 +47,32 @@ class FinishReason(enum.IntEnum):
         return FINISH_REASON_STRINGS[self.value]
 
 
+@dataclass
+class EngineCoreReadyResponse:
+    """What an engine core that has started tells each front end: values it has filled in."""
+
+    max_model_len: int
+    """Longest request in tokens, lowered where the KV cache is small."""
+    num_gpu_blocks: int
+    """Blocks of the KV cache."""
+    block_size: int
+    """Tokens in a block."""
+    dp_stats_address: str | None
+    """Where a data-parallel engine publishes its load."""
+    dtype: str
+    """Activation dtype as configured."""
+    vllm_version: str
+    """Version of vllmx."""
+    world_size: int
+    """Workers of the engine."""
+    data_parallel_size: int
+    """Copies of the engine."""
+    kv_cache_size_tokens: int | None = None
+    """Tokens the KV cache holds; None without a cache."""
+    kv_cache_max_concurrency: float | None = None
+    """Requests of full length that fit; None without a cache."""
+
+
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """A validated, tokenized request on its way to the engine core."""
 
@@ -55,7 +82,7 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True, gc=
     sampling_params: SamplingParams | None
     pooling_params: Any | None
     arrival_time: float
-    lora_request: Any | None
+    lora_request: LoRARequest | None
     cache_salt: str | None
     data_parallel_rank: int | None
     prompt_embeds: Any | None = None
@@ -129,12 +156,19 @@ class EngineCoreOutput(msgspec.Struct, array_like=True, omit_defaults=True, gc=F
         return self.finish_reason is not None
 
 
+class UtilityResult:
+    """What a utility call returned; serial_utils encodes it with its types where it may."""
+
+    def __init__(self, r: Any = None) -> None:
+        self.result = r
+
+
 class UtilityOutput(msgspec.Struct, array_like=True, gc=False):
     """Answer to a utility call; a failure_message means that it failed and has no result."""
 
     call_id: int
     failure_message: str | None = None
-    result: Any | None = None
+    result: UtilityResult | None = None
 
 
 class EngineCoreOutputs(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

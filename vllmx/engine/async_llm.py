@@ -2,8 +2,9 @@
 # upstream: vllm/v1/engine/async_llm.py @ v0.25.0
 """The asynchronous front end: each request is an async iterator, all share one engine.
 
-The engine core runs in a thread. One task takes its outputs, makes text of them and puts them
-into the collector of each request, where `generate` waits.
+The engine core runs in a process of its own, or in a thread where
+`parallel.enable_multiprocessing` is false. One task takes its outputs, makes text of them and puts
+them into the collector of each request, where `generate` waits.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllmx.engine import EngineCoreRequest
-from vllmx.engine.core_client import AsyncThreadClient
+from vllmx.engine import EngineCoreRequest, PauseMode
+from vllmx.engine.core_client import AsyncEngineCoreClient, EngineCoreClient
 from vllmx.engine.executor import Executor
-from vllmx.engine.front import EngineFront, fan_out, make_logger_manager
+from vllmx.engine.front import EngineFront, fan_out, find_model, make_logger_manager
 from vllmx.engine.input_processor import PromptType
 from vllmx.engine.input_processor import prompt_text as text_of
 from vllmx.engine.output_processor import RequestOutputCollector
@@ -28,12 +29,15 @@ from vllmx.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
+    from vllmx.engine.arg_utils import EngineArgs
     from vllmx.metrics.loggers import StatLoggerFactory
 
 logger = logging.getLogger(__name__)
 
 _OUTPUT_CHUNK = 128
 """Outputs that are processed without letting other tasks run."""
+_OUTPUTS_SETTLE_S = 0.02
+"""Seconds after a pause in which the outputs before it are handed out."""
 
 
 class AsyncLLM(EngineFront):
@@ -47,15 +51,33 @@ class AsyncLLM(EngineFront):
         log_requests: bool = False,
         stat_loggers: list[StatLoggerFactory] | None = None,
     ) -> None:
-        """Finds the model, loads it and starts the engine's thread; needs no running loop.
+        """Finds the model and starts the engine, which loads it; needs no running loop.
 
         Raises UserError for what the config or the model lacks.
         """
-        super().__init__(vllm_config, log_stats)
         self.log_requests = log_requests
-        self.engine_core = AsyncThreadClient(vllm_config, executor_class, log_stats)
+        self.engine_core = self._start_engine(vllm_config, executor_class, log_stats)
         self.logger_manager = make_logger_manager(vllm_config, log_stats, stat_loggers)
         self.output_handler: asyncio.Task[None] | None = None
+
+    def _start_engine(
+        self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool
+    ) -> AsyncEngineCoreClient:
+        """The engine core's client, once both it and the front end are ready."""
+
+        def load_front() -> None:
+            super(AsyncLLM, self).__init__(vllm_config, log_stats)
+
+        if vllm_config.parallel_config.enable_multiprocessing is not False:
+            find_model(vllm_config)
+            # The tokenizer is read while the engine's process loads the model.
+            return EngineCoreClient.make_async_mp_client(
+                vllm_config, executor_class, log_stats, while_starting=load_front
+            )
+        load_front()
+        client = EngineCoreClient.make_client(False, True, vllm_config, executor_class, log_stats)
+        assert isinstance(client, AsyncEngineCoreClient)
+        return client
 
     @classmethod
     def from_vllm_config(
@@ -74,6 +96,22 @@ class AsyncLLM(EngineFront):
             stat_loggers=stat_loggers,
         )
 
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: Any = None,
+        stat_loggers: list[StatLoggerFactory] | None = None,
+    ) -> AsyncLLM:
+        """The engine that `engine_args` describes; they are left as they are."""
+        config = engine_args.create_engine_config(usage_context)
+        return cls.from_vllm_config(
+            config,
+            stat_loggers,
+            enable_log_requests=getattr(engine_args, "enable_log_requests", False),
+            disable_log_stats=not config.observability_config.log_stats,
+        )
+
     async def add_request(
         self,
         request_id: str,
@@ -85,6 +123,7 @@ class AsyncLLM(EngineFront):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         prompt_text: str | None = None,
+        data_parallel_rank: int | None = None,
     ) -> RequestOutputCollector:
         """Check and queue a request; returns the collector of its outputs.
 
@@ -104,6 +143,7 @@ class AsyncLLM(EngineFront):
                 tokenization_kwargs,
                 trace_headers,
                 priority,
+                data_parallel_rank,
             )
             prompt_text = text_of(prompt)
         assert request.sampling_params is not None
@@ -132,6 +172,7 @@ class AsyncLLM(EngineFront):
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come; the last one has `finished`.
 
@@ -150,6 +191,7 @@ class AsyncLLM(EngineFront):
                 trace_headers=trace_headers,
                 priority=priority,
                 prompt_text=prompt_text,
+                data_parallel_rank=data_parallel_rank,
             )
             finished = False
             while not finished:
@@ -230,8 +272,8 @@ class AsyncLLM(EngineFront):
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine; requests in flight get `timeout` seconds, then EngineDeadError.
 
-        May be called twice, from any thread, with or without a loop. Blocks until the engine's
-        thread has ended.
+        May be called twice, from any thread, with or without a loop. Blocks until the engine has
+        ended.
         """
         self.engine_core.shutdown(timeout)
         handler = self.output_handler
@@ -273,6 +315,36 @@ class AsyncLLM(EngineFront):
         return await self.engine_core.reset_prefix_cache_async(
             reset_running_requests, reset_connector
         )
+
+    async def pause_generation(
+        self,
+        *,
+        mode: PauseMode = "abort",
+        wait_for_inflight_requests: bool | None = None,
+        clear_cache: bool = True,
+    ) -> None:
+        """Stop generating: end the requests in flight (abort), let them finish (wait) or freeze
+        them (keep). New requests queue up until `resume_generation`.
+
+        `wait_for_inflight_requests=True` is the older way to say mode "wait". `clear_cache`: empty
+        the prefix cache as well, for new weights.
+        """
+        if wait_for_inflight_requests:
+            mode = "wait"
+        self._run_output_handler()
+        await self.engine_core.pause_scheduler_async(mode, clear_cache)
+        # Outputs of the steps before the pause have arrived; let their readers have them first.
+        await asyncio.sleep(_OUTPUTS_SETTLE_S)
+
+    async def resume_generation(self) -> None:
+        """Go on after a pause."""
+        self._run_output_handler()
+        await self.engine_core.resume_scheduler_async()
+
+    async def is_paused(self) -> bool:
+        """Whether a pause is in force."""
+        self._run_output_handler()
+        return await self.engine_core.is_scheduler_paused_async()
 
     async def collective_rpc(
         self,

@@ -59,43 +59,65 @@ class EngineCore:
             init_none_hash(hash_fn)
             self.request_block_hasher = get_request_block_hasher(self.hash_block_size, hash_fn)
 
+        self.use_spec_decode = vllm_config.speculative_config is not None
         # With async scheduling one step is planned while another is on the device.
-        self.batch_queue_size = 2 if vllm_config.scheduler_config.async_scheduling else 1
+        self.batch_queue_size = vllm_config.max_concurrent_batches
         self.batch_queue: deque[tuple[SchedulerOutput, Any]] | None = None
         if self.batch_queue_size > 1:
             self.batch_queue = deque()
 
-    def _make_scheduler(self) -> SchedulerInterface:
-        return get_scheduler_cls(self.vllm_config.scheduler_config)(
+    def _make_scheduler(self, **kwargs: Any) -> SchedulerInterface:
+        scheduler = get_scheduler_cls(self.vllm_config.scheduler_config)(
             vllm_config=self.vllm_config,
             kv_cache_config=self.kv_cache_config,
             structured_output_manager=None,
             block_size=self.block_size,
             hash_block_size=self.hash_block_size,
             log_stats=self.log_stats,
+            **kwargs,
         )
+        connector = scheduler.get_kv_connector()
+        if connector is not None:
+            handshakes = self.collective_rpc("get_kv_connector_handshake_metadata")
+            known = {(0, rank): data for rank, data in enumerate(handshakes) if data is not None}
+            if known:
+                connector.set_xfer_handshake_metadata_pp_aware(known)
+        return scheduler
 
     # ------------------------------------------------------------------ requests
 
-    def preprocess_add_request(self, request: EngineCoreRequest) -> Request:
-        """Turn a front end's message into a Request and hash its blocks.
-
-        May run in any thread. ValueError for what this engine does not do.
-        """
+    @staticmethod
+    def check_request(request: EngineCoreRequest) -> None:
+        """ValueError for what no engine core does; clients ask before they send a request."""
         params = request.sampling_params
         if params is None or request.pooling_params is not None:
             raise ValueError("This engine generates text; pooling_params are not supported.")
+        if request.mm_features or request.prompt_embeds is not None:
+            what = "multi_modal_data" if request.mm_features else "prompt_embeds"
+            raise ValueError(f"{what}: no model of vllmx takes them; send text or token ids.")
         if params.structured_outputs is not None:
             raise ValueError("structured_outputs are not supported yet.")
+        if request.resumable:
+            raise ValueError(
+                "resumable is not supported: no front end merges the answers to the pieces of a "
+                "prompt. Send the whole conversation as one prompt; its begin is in the cache."
+            )
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
+        """Turn a front end's message into a Request and hash its blocks; also its wave.
+
+        May run in any thread. ValueError for what this engine does not do.
+        """
+        self.check_request(request)
         prepared = Request.from_engine_core_request(
             request, self.request_block_hasher, self.hash_block_size
         )
         # For the requests that bring further answers to the same prompt.
         request.block_hashes = prepared.block_hashes.copy()
-        return prepared
+        return prepared, request.current_wave
 
-    def add_request(self, request: Request) -> None:
-        """Hand a request to the scheduler."""
+    def add_request(self, request: Request, request_wave: int = 0) -> None:
+        """Hand a request to the scheduler; waves are of data parallelism."""
         if not isinstance(request.request_id, str):
             raise TypeError(f"request_id must be a string, got {type(request.request_id)}")
         self.scheduler.add_request(request)
@@ -122,7 +144,18 @@ class EngineCore:
         model_output = self._wait_for(scheduler_output, self._execute(scheduler_output))
         self._process_aborts_queue()
         outputs = self.scheduler.update_from_output(scheduler_output, model_output)
-        return outputs, scheduler_output.total_num_scheduled_tokens > 0
+        model_executed = scheduler_output.total_num_scheduled_tokens > 0
+        if self.use_spec_decode:
+            self.post_step(model_executed)
+        return outputs, model_executed
+
+    def post_step(self, model_executed: bool) -> None:
+        """Hand the drafts that followed a step to the scheduler. With async scheduling they stay
+        with the worker, and the scheduler plans with placeholders."""
+        if model_executed and self.batch_queue is None:
+            drafts = self.model_executor.take_draft_token_ids()
+            if drafts is not None:
+                self.scheduler.update_draft_token_ids(drafts)
 
     def step_with_batch_queue(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
         """Like `step`, but the results that are taken in are those of an earlier batch.
@@ -133,33 +166,57 @@ class EngineCore:
         batch_queue = self.batch_queue
         assert batch_queue is not None
         model_executed = False
+        # A step that can be sampled only when the tokens of the one before it are known.
+        deferred: SchedulerOutput | None = None
         if self.scheduler.has_requests():
             scheduler_output = self.scheduler.schedule()
             result = self._execute(scheduler_output)
             model_executed = scheduler_output.total_num_scheduled_tokens > 0
-            batch_queue.append((scheduler_output, result))
-            if len(batch_queue) < self.batch_queue_size and (
-                model_executed or self.scheduler.has_requests()
-            ):
-                return {}, model_executed
+            if result is None:
+                deferred = scheduler_output
+            else:
+                batch_queue.append((scheduler_output, result))
+                if len(batch_queue) < self.batch_queue_size and (
+                    model_executed or self.scheduler.has_requests()
+                ):
+                    return {}, model_executed
         if not batch_queue:
             return {}, False
         scheduler_output, result = batch_queue.popleft()
         model_output = self._wait_for(scheduler_output, result)
         self._process_aborts_queue()
-        return self.scheduler.update_from_output(scheduler_output, model_output), model_executed
+        outputs = self.scheduler.update_from_output(scheduler_output, model_output)
+        if deferred is not None:
+            batch_queue.append((deferred, self._sample_deferred(deferred)))
+        return outputs, model_executed
 
     def _execute(
         self, scheduler_output: SchedulerOutput
-    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Launch a step; the result may still be on its way."""
-        executor = self.model_executor
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        """Launch a step; the result may still be on its way. None if it is not sampled yet, as its
+        bitmask depends on tokens that are not known."""
         try:
-            output = executor.execute_model(scheduler_output)
-            if output is None:
-                grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
-                output = executor.sample_tokens(grammar_output)
+            output = self.model_executor.execute_model(scheduler_output)
+            if output is None and not scheduler_output.pending_structured_output_tokens:
+                output = self._sample(scheduler_output)
             return output
+        except Exception:
+            self._log_failed_step(scheduler_output)
+            raise
+
+    def _sample(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        grammar_output = self.scheduler.get_grammar_bitmask(scheduler_output)
+        return self.model_executor.sample_tokens(grammar_output)
+
+    def _sample_deferred(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Sample a step that was executed and had to wait, with the drafts that its grammars
+        allow."""
+        try:
+            if self.use_spec_decode:
+                drafts = self.model_executor.take_draft_token_ids()
+                if drafts is not None:
+                    self.scheduler.update_draft_token_ids_in_output(drafts, scheduler_output)
+            return self._sample(scheduler_output)
         except Exception:
             self._log_failed_step(scheduler_output)
             raise
@@ -200,7 +257,16 @@ class EngineCore:
         hit scheduler and runner halfway through any change, so both begin anew.
         """
         pause_state = self.scheduler.pause_state
-        self.scheduler = self._make_scheduler()
+        connector = self.scheduler.get_kv_connector()
+        if connector is not None:
+            connector.shutdown()
+        if self.vllm_config.kv_events_config is None:
+            self.scheduler = self._make_scheduler()
+        else:
+            # Its socket and the numbers of its messages go on; listeners hear of the empty cache.
+            publisher = self.scheduler.kv_event_publisher
+            self.scheduler = self._make_scheduler(kv_event_publisher=publisher)
+            self.scheduler.reset_prefix_cache()
         self.scheduler.set_pause_state(pause_state)
         if self.batch_queue is not None:
             self.batch_queue.clear()

@@ -15,7 +15,12 @@ from vllmx.kernels.native_library import start_build
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
     from vllmx.core.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllmx.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+    from vllmx.core.output import (
+        DraftTokenIds,
+        GrammarOutput,
+        ModelRunnerOutput,
+        SchedulerOutput,
+    )
 
 DEFAULT_WORKER_CLS = "vllmx.worker.gpu_worker.Worker"
 
@@ -36,6 +41,18 @@ def resolve_obj_by_qualname(qualname: str, option: str) -> Any:
         raise UserError(f"{option}={qualname!r}: there is no module {error.name}.") from error
     except AttributeError as error:
         raise UserError(f"{option}={qualname!r}: {module_name} has no {name}.") from error
+
+
+def check_worker(worker: Any, vllm_config: VllmConfig) -> None:
+    """UserError for a setting that `worker` has no method to follow."""
+    name = type(worker).__name__
+    if vllm_config.speculative_config is not None and not hasattr(worker, "take_draft_token_ids"):
+        raise UserError(
+            f"speculative.num_speculative_tokens={vllm_config.num_speculative_tokens}: {name} "
+            "cannot draft tokens; leave speculative_config unset."
+        )
+    if vllm_config.lora_config is not None and not hasattr(worker, "add_lora"):
+        raise UserError(f"lora.enable_lora=true: {name} cannot apply adapters; leave it unset.")
 
 
 class Executor(ABC):
@@ -87,6 +104,10 @@ class Executor(ABC):
         """Sample the tokens of the step that was executed last."""
         return self.collective_rpc("sample_tokens", args=(grammar_output,))[0]
 
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """The drafts that followed the step that was sampled last; None if there are none."""
+        return self.collective_rpc("take_draft_token_ids")[0]
+
     def check_health(self) -> None:
         """Raise if a worker cannot serve any more."""
         self.collective_rpc("check_health")
@@ -107,6 +128,7 @@ class UniProcExecutor(Executor):
                 start_build()  # beside the import of torch, which takes longer
             worker_cls = resolve_obj_by_qualname(name, "parallel.worker_cls")
         self.driver_worker = worker_cls(self.vllm_config)
+        check_worker(self.driver_worker, self.vllm_config)
         self.driver_worker.init_device()
         self.driver_worker.load_model()
         self.execute_model = self.driver_worker.execute_model  # type: ignore[method-assign]

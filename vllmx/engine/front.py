@@ -42,10 +42,15 @@ class EngineFront:
         return self.input_processor.tokenizer
 
 
-def load_tokenizer(vllm_config: VllmConfig) -> Tokenizer | None:
-    """Find the checkpoint of `vllm_config`, if that has not been done, and load its tokenizer."""
+def find_model(vllm_config: VllmConfig) -> None:
+    """Find the checkpoint of `vllm_config`, if that has not been done."""
     if not hasattr(vllm_config.model_config, "hf_config"):
         resolve_model(vllm_config)
+
+
+def load_tokenizer(vllm_config: VllmConfig) -> Tokenizer | None:
+    """Find the checkpoint of `vllm_config` and load its tokenizer."""
+    find_model(vllm_config)
     return get_tokenizer(vllm_config)
 
 

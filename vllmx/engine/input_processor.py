@@ -92,6 +92,7 @@ class InputProcessor:
         tokenization_kwargs: dict[str, Any] | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
     ) -> EngineCoreRequest:
         """Tokenize and check one request; `params` is copied and completed.
 
@@ -99,16 +100,24 @@ class InputProcessor:
         as many as fit), truncation_side ("left" by default: the end is kept). Raises ValueError.
         """
         self._validate_params(params)
-        if lora_request is not None:
+        if lora_request is not None and self.vllm_config.lora_config is None:
             raise VLLMValidationError(
-                f"Got lora_request {lora_request} but LoRA is not built yet.",
+                f"Got lora_request {lora_request} but LoRA is not enabled! No model of vllmx can "
+                "apply adapters yet; leave lora_request out.",
                 parameter="lora_request",
+            )
+        num_ranks = self.vllm_config.parallel_config.data_parallel_size
+        if data_parallel_rank is not None and not 0 <= data_parallel_rank < num_ranks:
+            raise VLLMValidationError(
+                f"data_parallel_rank {data_parallel_rank} is out of range [0, {num_ranks}).",
+                parameter="data_parallel_rank",
             )
         prompt_token_ids = self._tokenize(prompt, params, dict(tokenization_kwargs or {}))
         self._validate_prompt(prompt_token_ids)
         sampling_params = params.clone()
         if sampling_params.max_tokens is None:
             sampling_params.max_tokens = self._max_model_len - len(prompt_token_ids)
+            sampling_params.min_tokens = min(sampling_params.min_tokens, sampling_params.max_tokens)
         sampling_params.update_from_generation_config(
             self.generation_config_fields, self.eos_token_id
         )
@@ -128,9 +137,9 @@ class InputProcessor:
             sampling_params=sampling_params,
             pooling_params=None,
             arrival_time=time.time() if arrival_time is None else arrival_time,
-            lora_request=None,
+            lora_request=lora_request,
             cache_salt=_cache_salt(prompt),
-            data_parallel_rank=None,
+            data_parallel_rank=data_parallel_rank,
             priority=priority,
             trace_headers=trace_headers,
         )
@@ -260,6 +269,7 @@ def _field(prompt: PromptType, name: str) -> Any:
 def _text_or_ids(prompt: PromptType) -> str | Sequence[int]:
     found: Any = prompt
     if isinstance(prompt, dict):
+        _refuse_what_no_model_takes(prompt)
         found = prompt.get("prompt_token_ids")
         if found is None:
             found = prompt.get("prompt")
@@ -277,6 +287,15 @@ def _text_or_ids(prompt: PromptType) -> str | Sequence[int]:
             parameter="prompt",
         )
     return found
+
+
+def _refuse_what_no_model_takes(prompt: dict[str, Any]) -> None:
+    for key in ("multi_modal_data", "prompt_embeds", "encoder_prompt"):
+        value = prompt.get(key)
+        if value is not None and not (isinstance(value, dict) and not value):
+            raise VLLMValidationError(
+                f"{key}: no model of vllmx takes more than text; leave it out.", parameter=key
+            )
 
 
 def _as_token_ids(token_ids: Sequence[Any]) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllmx.engine import EngineCoreRequest
-from vllmx.engine.core_client import InprocClient
+from vllmx.engine.core_client import EngineCoreClient, SyncEngineCoreClient
 from vllmx.engine.executor import Executor
 from vllmx.engine.front import EngineFront, fan_out, make_logger_manager
 from vllmx.engine.input_processor import PromptType
@@ -21,6 +21,7 @@ from vllmx.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
+    from vllmx.engine.arg_utils import EngineArgs
     from vllmx.metrics.loggers import StatLoggerFactory
 
 
@@ -36,7 +37,15 @@ class LLMEngine(EngineFront):
     ) -> None:
         """Finds the model and loads it. Raises UserError for what the config or the model lacks."""
         super().__init__(vllm_config, log_stats)
-        self.engine_core = InprocClient(vllm_config, executor_class, log_stats)
+        client = EngineCoreClient.make_client(
+            multiprocess_mode=bool(vllm_config.parallel_config.enable_multiprocessing),
+            asyncio_mode=False,
+            vllm_config=vllm_config,
+            executor_class=executor_class,
+            log_stats=log_stats,
+        )
+        assert isinstance(client, SyncEngineCoreClient)
+        self.engine_core = client
         self.logger_manager = make_logger_manager(vllm_config, log_stats, stat_loggers)
         self._last_log_time = time.monotonic()
 
@@ -53,6 +62,19 @@ class LLMEngine(EngineFront):
             Executor.get_class(vllm_config),
             log_stats=not disable_log_stats,
             stat_loggers=stat_loggers,
+        )
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: Any = None,
+        stat_loggers: list[StatLoggerFactory] | None = None,
+    ) -> LLMEngine:
+        """The engine that `engine_args` describes; they are left as they are."""
+        config = engine_args.create_engine_config(usage_context)
+        return cls.from_vllm_config(
+            config, stat_loggers, disable_log_stats=not config.observability_config.log_stats
         )
 
     def get_tokenizer(self) -> Tokenizer:

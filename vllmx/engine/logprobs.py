@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from vllmx.engine import EngineCoreOutput, EngineCoreRequest
     from vllmx.model_loader.tokenizer import Tokenizer
 
+_REPLACEMENT = "\ufffd"
+
 
 class _TokenTexts:
     """Texts of the tokens that compete for a position, given the tokens before it.
 
     The texts of the chosen tokens put together are the text of the sequence: the token that
-    completes a character shows it whole, those before it are "".
+    completes a character shows it whole, those before it are "". The text of another token never
+    ends in U+FFFD: what it leaves unfinished or broken is not shown.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
@@ -39,22 +42,24 @@ class _TokenTexts:
     def advance(self, token_ids: list[int]) -> list[str]:
         """Texts of `token_ids`, which all stand at the next position; the first is the chosen."""
         decoder = self._decoder
+        chosen = token_ids[0]
         if decoder is None:
-            return [self._tokenizer.decode([token_id]) for token_id in token_ids]
-        if not decoder.partial:
+            texts = [self._tokenizer.decode([token_id]) for token_id in token_ids]
+            text = texts[0]
+        elif not decoder.partial:
             texts = [decoder.peek(token_id) for token_id in token_ids]
-            decoder.push(token_ids[0])
-            return texts
-        # Inside a character. Tokens that do not go on with it show what they are by themselves,
-        # but the chosen one has to account for the bytes left behind.
-        whole = decoder.pieces
-        texts = [
-            piece if isinstance(piece := whole[token_id], str) else decoder.peek(token_id)
-            for token_id in token_ids
-        ]
-        chosen, text = token_ids[0], decoder.push(token_ids[0])
+            text = decoder.push(chosen)
+        else:
+            # Inside a character. Tokens that do not go on with it show what they are by
+            # themselves, but the chosen one has to account for the bytes left behind.
+            whole = decoder.pieces
+            texts = [
+                piece if isinstance(piece := whole[token_id], str) else decoder.peek(token_id)
+                for token_id in token_ids
+            ]
+            text = decoder.push(chosen)
         return [
-            text if token_id == chosen else other
+            text if token_id == chosen else other.rstrip(_REPLACEMENT)
             for token_id, other in zip(token_ids, texts, strict=True)
         ]
 

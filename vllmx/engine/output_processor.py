@@ -379,6 +379,8 @@ class OutputProcessor:
                     new_token_ids, finish_reason, stop_reason
                 )
                 if request_output is not None:
+                    if finish_reason is not None:
+                        request_output.kv_transfer_params = output.kv_transfer_params
                     if state.queue is not None:
                         state.queue.put(request_output)
                     else:

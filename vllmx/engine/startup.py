@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 def resolve_scheduler_limits(vllm_config: VllmConfig) -> None:
     """Fill in the limits of a step that depend on max_model_len; UserError if they conflict."""
+    _adapt_to_encoders(vllm_config)
     config = vllm_config.scheduler_config
     max_model_len = vllm_config.model_config.max_model_len
     assert max_model_len is not None, "resolve_model has to run before the engine is built"
@@ -60,6 +61,20 @@ def resolve_scheduler_limits(vllm_config: VllmConfig) -> None:
             "scheduler.long_prefill_token_threshold="
             f"{config.long_prefill_token_threshold} is more than model.max_model_len="
             f"{max_model_len}."
+        )
+
+
+def _adapt_to_encoders(vllm_config: VllmConfig) -> None:
+    """Switch off what a decoder that attends to an encoder can't do; UserError if there is no
+    encoder whose outputs could be moved."""
+    model_config = vllm_config.model_config
+    if model_config.is_encoder_decoder:
+        vllm_config.scheduler_config.adapt_to_encoder_decoder()
+        vllm_config.cache_config.enable_prefix_caching = False
+    if vllm_config.ec_transfer_config is not None and not model_config.mm_max_toks_per_item:
+        raise UserError(
+            "ec_transfer: the model takes text alone, so there are no encoder outputs to move; "
+            "leave ec_transfer_config unset."
         )
 
 

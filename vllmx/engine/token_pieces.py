@@ -44,6 +44,8 @@ class TokenPieces(dict[int, str | bytes]):
         )
         self.max_leading_spaces = max(map(_leading_spaces, steps), default=0)
         """Spaces that the decoder drops at the very start of a text."""
+        self.byte_fallback = any(step["type"] == "ByteFallback" for step in steps)
+        """Bytes have tokens of their own, and the decoder takes a run of them as one text."""
 
     def __missing__(self, token_id: int) -> str | bytes:
         try:
@@ -73,11 +75,13 @@ class TokenPieces(dict[int, str | bytes]):
 class PieceDecoder:
     """Text of a token sequence that continues `prompt_token_ids`, one token at a time.
 
-    An invalid byte gives U+FFFD as soon as it is certain to be one; an unfinished character
-    gives nothing until it is finished.
+    An unfinished character gives nothing until it is finished, an invalid byte U+FFFD as soon as
+    it is certain to be one. With byte fallback an invalid byte gives nothing where characters of
+    its run of byte tokens have been shown: the library takes those back then, which can't be done,
+    so it is the byte that goes, as in upstream's restarted stream.
     """
 
-    __slots__ = ("_at_start", "partial", "pieces")
+    __slots__ = ("_at_start", "_in_run", "_watch", "partial", "pieces")
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int]) -> None:
         self.pieces = pieces
@@ -86,22 +90,34 @@ class PieceDecoder:
         self._at_start = pieces.max_leading_spaces > 0 and not any(
             pieces[token_id] for token_id in prompt_token_ids
         )
+        # Whether a character of the run of byte tokens that goes on here has been shown.
+        self._in_run = False
+        self._watch = self._at_start
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` brings; the sequence now ends in it."""
         piece = self.pieces[token_id]
-        if self.partial or not isinstance(piece, str):
-            piece, self.partial = self._join(piece)
-        if self._at_start and (piece or self.partial):
-            self._at_start = False
-            piece = _strip_start(piece, self.pieces.max_leading_spaces)
+        if self.partial or self._watch or not isinstance(piece, str):
+            return self._push_slowly(piece)
         return piece
+
+    def _push_slowly(self, piece: str | bytes) -> str:
+        text, self.partial = self._join(piece)
+        if not isinstance(piece, str):
+            self._in_run |= self.pieces.byte_fallback and text.strip(_REPLACEMENT) != ""
+        elif piece:
+            self._in_run = False
+        if self._at_start and (text or self.partial):
+            self._at_start = False
+            text = _strip_start(text, self.pieces.max_leading_spaces)
+        self._watch = self._at_start or self._in_run
+        return text
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         """The text that several tokens bring."""
         if len(token_ids) == 1:
             return self.push(token_ids[0])
-        if not self.partial and not self._at_start:
+        if not self.partial and not self._watch:
             try:
                 return "".join(map(self.pieces.__getitem__, token_ids))  # type: ignore[arg-type]
             except TypeError:
@@ -118,7 +134,10 @@ class PieceDecoder:
         return piece
 
     def _join(self, piece: str | bytes) -> tuple[str, bytes]:
-        return _decode_utf8(self.partial + (piece.encode() if isinstance(piece, str) else piece))
+        if not self.partial and isinstance(piece, str):
+            return piece, b""
+        data = self.partial + (piece.encode() if isinstance(piece, str) else piece)
+        return _decode_utf8(data, "ignore" if self._in_run else "replace")
 
 
 def get_token_pieces(tokenizer: Tokenizer, skip_special_tokens: bool) -> TokenPieces | None:
@@ -132,13 +151,16 @@ def get_token_pieces(tokenizer: Tokenizer, skip_special_tokens: bool) -> TokenPi
     return cache[skip_special_tokens]
 
 
-def _decode_utf8(data: bytes) -> tuple[str, bytes]:
-    """The text of `data` and the bytes of an unfinished character at its end."""
-    text, used = utf_8_decode(data, "replace", False)
+def _decode_utf8(data: bytes, errors: str = "replace") -> tuple[str, bytes]:
+    """The text of `data` and the bytes of an unfinished character at its end.
+
+    `errors`: invalid bytes become U+FFFD ("replace") or nothing ("ignore").
+    """
+    text, used = utf_8_decode(data, errors, False)
     rest = data[used:]
     # Python waits for the third byte of a surrogate, which is never valid.
     if rest[:1] == b"\xed" and rest[1:2] >= b"\xa0":
-        return text + _REPLACEMENT * 2, b""
+        return text + _REPLACEMENT * 2 * (errors == "replace"), b""
     return text, rest
 
 

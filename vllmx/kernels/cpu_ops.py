@@ -124,6 +124,8 @@ def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, head_size: int) -> Tenso
 def _plain_cache(context: OpContext) -> bool | str:
     if context.facts.get("padded", False):
         return "expects no padding tokens, this caller has some"
+    if context.facts.get("strided_blocks", False):
+        return "expects evenly spaced slots, this attention backend reads others too"
     stored = context.facts.get("kv_cache_dtype", context.dtype)
     if stored != context.dtype:
         return f"stores what it is given, and does not convert it to {stored}"

@@ -75,7 +75,7 @@ void native_silu_and_mul(const float *x, int64_t x_stride, float *out, int64_t r
   }
 }
 
-// The tanh form of gelu: tanh(u) = 1 - 2 / (1 + e^(2 u)).
+// The tanh form of gelu: (1 + tanh(u)) / 2 = 1 / (1 + e^(-2 u)), where nothing cancels.
 void native_gelu_tanh_and_mul(const float *x, int64_t x_stride, float *out, int64_t rows,
                               int64_t half) {
 #pragma omp parallel for if (rows * half > WORTH_THREADS)
@@ -86,7 +86,7 @@ void native_gelu_tanh_and_mul(const float *x, int64_t x_stride, float *out, int6
     for (int64_t i = 0; i < half; i++) {
       const float g = gate[i];
       const float u = 0.7978845608f * (g + 0.044715f * g * g * g);
-      to[i] = g * (1.0f - 1.0f / (1.0f + fast_exp(2.0f * u))) * up[i];
+      to[i] = g / (1.0f + fast_exp(-2.0f * u)) * up[i];
     }
   }
 }

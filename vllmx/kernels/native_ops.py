@@ -143,6 +143,8 @@ def _rotate(
 
 
 def _stores_float32(context: OpContext) -> bool | str:
+    if context.facts.get("strided_blocks", False):
+        return "expects evenly spaced slots, this attention backend reads others too"
     stored = context.facts.get("kv_cache_dtype", torch.float32)
     if stored != torch.float32:
         return f"stores what it is given, and does not convert it to {stored}"

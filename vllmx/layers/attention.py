@@ -11,17 +11,24 @@ from torch import Tensor, nn
 from vllmx.attention.backend import AttentionBackend
 from vllmx.attention.selector import get_attn_backend
 from vllmx.config import VllmConfig
-from vllmx.core.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllmx.core.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    get_kv_quant_mode,
+)
 from vllmx.forward_context import get_forward_context
 from vllmx.ir.select import OpTable
-from vllmx.platform import torch_dtype
+from vllmx.platform import resolve_kv_cache_dtype
 
 
 class Attention(nn.Module):
     """Multi-head, grouped-query or multi-query attention over the paged cache.
 
     `prefix` names the layer and its part of the cache. The runner sets `key_cache` and
-    `value_cache`, [num_blocks, block_size, num_kv_heads, head_size].
+    `value_cache`, [num_blocks, block_size, num_kv_heads, head_size]. A layer with
+    `kv_sharing_target_layer_name` has no cache of its own: it reads what that layer, an earlier
+    one of the same shape, has written in the same step.
     """
 
     def __init__(
@@ -36,6 +43,7 @@ class Attention(nn.Module):
         prefix: str,
         per_layer_sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
+        kv_sharing_target_layer_name: str | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -45,9 +53,10 @@ class Attention(nn.Module):
         self.layer_name = prefix
         self.sliding_window = per_layer_sliding_window
         self.logits_soft_cap = logits_soft_cap
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         cache_dtype = vllm_config.cache_config.cache_dtype
-        self.kv_cache_dtype = ops.dtype if cache_dtype == "auto" else torch_dtype(cache_dtype)
-        facts = {
+        self.kv_cache_dtype = resolve_kv_cache_dtype(cache_dtype, ops.dtype)
+        facts: dict[str, Any] = {
             "head_size": head_size,
             "sliding_window": per_layer_sliding_window,
             "soft_cap": logits_soft_cap,
@@ -57,28 +66,36 @@ class Attention(nn.Module):
             ops.choose_attention(vllm_config.attention_config.backend, **facts)
         )
         self._run = self.backend.run
+        if self.backend.indexes_kv_by_block_stride():
+            # Its pages may be padded, or packed with those of other layers.
+            facts["strided_blocks"] = True
         self._reshape_and_cache = ops.bind("reshape_and_cache", **facts)
+        self.kv_cache: Tensor
         self.key_cache: Tensor
         self.value_cache: Tensor
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         """Use `kv_cache`, of the backend's shape, from now on."""
+        self.kv_cache = kv_cache
         self.key_cache, self.value_cache = kv_cache[:, :, 0], kv_cache[:, :, 1]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query: [num_tokens, num_heads * head_size]; key, value: [num_tokens, kv size].
+    def forward(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
+        """query: [num_tokens, num_heads * head_size]; key, value: [num_tokens, kv size], None where
+        they are in the cache by now, and not read by a layer that shares another's cache.
 
         Returns [num_tokens, num_heads * head_size].
         """
         metadata = get_forward_context().attn_metadata[self.layer_name]
-        heads = (-1, self.num_kv_heads, self.head_size)
-        self._reshape_and_cache(
-            key.view(heads),
-            value.view(heads),
-            self.key_cache,
-            self.value_cache,
-            metadata.slot_mapping,
-        )
+        if key is not None and self.kv_sharing_target_layer_name is None:
+            assert value is not None
+            heads = (-1, self.num_kv_heads, self.head_size)
+            self._reshape_and_cache(
+                key.view(heads),
+                value.view(heads),
+                self.key_cache,
+                self.value_cache,
+                metadata.slot_mapping,
+            )
         out = self._run(
             query.view(-1, self.num_heads, self.head_size),
             self.key_cache,
@@ -100,6 +117,8 @@ class Attention(nn.Module):
             "num_kv_heads": self.num_kv_heads,
             "head_size": self.head_size,
             "dtype": dtype,
+            "kv_quant_mode": get_kv_quant_mode(vllm_config.cache_config.cache_dtype),
+            "indexes_kv_by_block_stride": self.backend.indexes_kv_by_block_stride(),
         }
         if self.sliding_window is None:
             return FullAttentionSpec(**common)

@@ -34,7 +34,7 @@ class RMSNorm(WeightHolder, nn.Module):
 
     def set_weight(self, weight: Tensor) -> None:
         """Hand the weight [hidden_size] to the chosen providers, which may lay it out anew."""
-        weight = weight.to(self.ops.device)
+        self.weight = weight = weight.to(self.ops.device)
         self._norm_weight = self._norm.prepared(weight)
         self._add_norm_weight = self._add_norm.prepared(weight)
 

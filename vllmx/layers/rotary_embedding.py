@@ -32,13 +32,14 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.head_size = head_size
+        self.rotary_dim = 2 * len(inv_freq)
         self.is_neox_style = is_neox_style
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inv_freq)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
         impl = ops.choose(
             "rotary_embedding",
             head_size=head_size,
-            rotary_dim=2 * len(inv_freq),
+            rotary_dim=self.rotary_dim,
             is_neox_style=is_neox_style,
         )
         self.cos_sin_cache = impl.prepared(table.to(ops.device))

@@ -8,12 +8,14 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vllmx.config import VllmConfig
 from vllmx.engine import FinishReason
+from vllmx.kv_transfer.metrics import KVConnectorLogging, KVConnectorProm
 from vllmx.metrics.prometheus import (
     COUNTERS,
     GAUGES,
@@ -37,7 +39,8 @@ WAITING_REASON_DEFERRED = "deferred"
 
 
 class StatLoggerBase(ABC):
-    """A receiver of statistics; pass a subclass as `stat_loggers=[...]` to add your own."""
+    """A receiver of one engine's statistics; pass a subclass as `stat_loggers=[...]` to add your
+    own, or one of vllmx.metrics.aggregate.AggregateStatLoggerBase for all engines at once."""
 
     @abstractmethod
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None: ...
@@ -71,10 +74,17 @@ class LoggingStatLogger(StatLoggerBase):
         self.engine_index = engine_index
         self.last_scheduler_stats = SchedulerStats()
         self.prefix_caching_metrics = CachingMetrics()
+        self.connector_prefix_caching_metrics = CachingMetrics()
+        self.kv_connector_logging = KVConnectorLogging(vllm_config.kv_transfer_config)
         self.last_prompt_throughput = 0.0
         self.last_generation_throughput = 0.0
         self.engine_is_idle = False
         self._reset(time.monotonic())
+
+    @property
+    def log_prefix(self) -> str:
+        """Begin of the line."""
+        return f"Engine {self.engine_index:03d}: "
 
     def _reset(self, now: float) -> None:
         self.last_log_time = now
@@ -96,6 +106,12 @@ class LoggingStatLogger(StatLoggerBase):
             self.num_preemptions += iteration_stats.num_preempted_reqs
         if scheduler_stats is not None:
             self.prefix_caching_metrics.observe(scheduler_stats.prefix_cache_stats)
+            if scheduler_stats.connector_prefix_cache_stats is not None:
+                self.connector_prefix_caching_metrics.observe(
+                    scheduler_stats.connector_prefix_cache_stats
+                )
+            if scheduler_stats.kv_connector_stats:
+                self.kv_connector_logging.observe(scheduler_stats.kv_connector_stats)
             self.last_scheduler_stats = scheduler_stats
 
     def log(self) -> None:
@@ -125,8 +141,12 @@ class LoggingStatLogger(StatLoggerBase):
             parts.append(f"Preemptions: {preemptions}")
         parts.append(f"GPU KV cache usage: {stats.kv_cache_usage * 100:.1f}%")
         parts.append(f"Prefix cache hit rate: {self.prefix_caching_metrics.hit_rate * 100:.1f}%")
+        if not self.connector_prefix_caching_metrics.empty:
+            hit_rate = self.connector_prefix_caching_metrics.hit_rate
+            parts.append(f"External prefix cache hit rate: {hit_rate * 100:.1f}%")
         level = logging.DEBUG if self.engine_is_idle else logging.INFO
-        logger.log(level, "Engine %03d: %s", self.engine_index, ", ".join(parts))
+        logger.log(level, "%s%s", self.log_prefix, ", ".join(parts))
+        self.kv_connector_logging.log(partial(logger.log, level))
 
     def log_engine_initialized(self) -> None:
         """Say how many KV blocks there are."""
@@ -171,6 +191,12 @@ class PrometheusStatLogger(StatLoggerBase):
             ),
             PromptTokenStats.ALL_SOURCES,
         )
+        self.kv_connector_prom = KVConnectorProm(
+            vllm_config,
+            {kind: partial(kind, registry=self.registry) for kind in (Gauge, Counter, Histogram)},
+            list(LABELS),
+            {engine_index: list(self._labels)},
+        )
         self.request_success = self._family(
             Counter(
                 "vllm:request_success",
@@ -207,6 +233,12 @@ class PrometheusStatLogger(StatLoggerBase):
         metrics["kv_cache_usage_perc"].set(stats.kv_cache_usage)
         metrics["prefix_cache_queries"].inc(stats.prefix_cache_stats.queries)
         metrics["prefix_cache_hits"].inc(stats.prefix_cache_stats.hits)
+        if stats.connector_prefix_cache_stats is not None:
+            external = stats.connector_prefix_cache_stats
+            metrics["external_prefix_cache_queries"].inc(external.queries)
+            metrics["external_prefix_cache_hits"].inc(external.hits)
+        if stats.kv_connector_stats is not None:
+            self.kv_connector_prom.observe(stats.kv_connector_stats, self.engine_index)
 
     def _record_iteration(self, stats: IterationStats) -> None:
         metrics = self.metrics
@@ -272,14 +304,23 @@ class StatLoggerManager:
         custom_stat_loggers: list[StatLoggerFactory] | None = None,
         enable_default_loggers: bool = True,
     ) -> None:
+        from vllmx.metrics.aggregate import AggregateStatLoggerBase, PerEngineStatLoggerAdapter
+
         self.engine_indexes = engine_idxs or [0]
         self.registry = create_registry()
-        engine_index = self.engine_indexes[0]
         factories = list(custom_stat_loggers or [])
         if enable_default_loggers and logger.isEnabledFor(logging.INFO):
             factories.append(LoggingStatLogger)
-        self.stat_loggers = [factory(vllm_config, engine_index) for factory in factories]
-        self.stat_loggers.append(PrometheusStatLogger(vllm_config, engine_index, self.registry))
+        self.stat_loggers: list[StatLoggerBase] = []
+        for factory in factories:
+            if isinstance(factory, type) and issubclass(factory, AggregateStatLoggerBase):
+                self.stat_loggers.append(factory(vllm_config, self.engine_indexes))
+                continue
+            adapter = PerEngineStatLoggerAdapter(vllm_config, self.engine_indexes, factory)
+            self.stat_loggers.append(adapter)
+        self.stat_loggers.append(
+            PrometheusStatLogger(vllm_config, self.engine_indexes[0], self.registry)
+        )
 
     def record(
         self,

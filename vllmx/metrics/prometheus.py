@@ -43,6 +43,8 @@ GAUGES = {
 COUNTERS = {
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "external_prefix_cache_queries": "Tokens that a KV connector was asked for.",
+    "external_prefix_cache_hits": "Tokens that a KV connector had.",
     "num_preemptions": "Requests that were preempted.",
     "prompt_tokens": "Prompt tokens processed.",
     "prompt_tokens_cached": "Prompt tokens taken from a cache.",

@@ -119,6 +119,45 @@ class KVCacheEvictionEvent:
 
 
 @dataclass
+class SpecDecodingStats:
+    """Drafted tokens of one step, and how many of them were right."""
+
+    num_spec_tokens: int
+    """Most drafts of a request."""
+    num_drafts: int = 0
+    """Requests with drafts."""
+    num_draft_tokens: int = 0
+    """Drafted tokens."""
+    num_accepted_tokens: int = 0
+    """Drafted tokens that were right."""
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    """The same by their position among the drafts of a request."""
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
+    """Drafted tokens by position."""
+
+    @classmethod
+    def new(cls, num_spec_tokens: int) -> SpecDecodingStats:
+        """Nothing drafted yet, `num_spec_tokens` a request at most."""
+        zeros = [0] * num_spec_tokens
+        return cls(
+            num_spec_tokens,
+            num_accepted_tokens_per_pos=zeros,
+            num_draft_tokens_per_pos=zeros.copy(),
+        )
+
+    def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
+        """Count the drafts of one request."""
+        assert num_accepted_tokens <= self.num_spec_tokens
+        self.num_drafts += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += num_accepted_tokens
+        for position in range(num_accepted_tokens):
+            self.num_accepted_tokens_per_pos[position] += 1
+        for position in range(num_draft_tokens):
+            self.num_draft_tokens_per_pos[position] += 1
+
+
+@dataclass
 class SchedulerStats:
     """State of the scheduler after a step."""
 
@@ -136,10 +175,16 @@ class SchedulerStats:
     """Share of the KV blocks in use, 0.0 to 1.0."""
     prefix_cache_stats: PrefixCacheStats = field(default_factory=PrefixCacheStats)
     """Prefix-cache look-ups since the last report."""
+    connector_prefix_cache_stats: PrefixCacheStats | None = None
+    """Look-ups in a KV connector's cache since the last report; None without a connector."""
     kv_cache_eviction_events: list[KVCacheEvictionEvent] = field(default_factory=list)
     """Sampled evictions since the last report."""
+    spec_decoding_stats: SpecDecodingStats | None = None
+    """Drafts that this step verified."""
     cudagraph_stats: Any | None = None
     """What the runner says about its graphs."""
+    kv_connector_stats: dict[str, Any] | None = None
+    """What a KV connector counted in this step (KVConnectorStats.data)."""
 
 
 @dataclass

@@ -76,6 +76,10 @@ class GGUFReader:
         self.alignment = self._read_alignment()
         self._read_tensor_table(num_tensors)
 
+    def __reduce__(self) -> tuple[type[GGUFReader], tuple[Path]]:
+        """Another process opens the file anew."""
+        return GGUFReader, (self.path,)
+
     def data(self, name: str) -> np.ndarray:
         """The stored bytes of tensor `name`: uint8 [rows, bytes per row], mapped, not copied.
 

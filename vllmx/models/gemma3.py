@@ -16,14 +16,15 @@ from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
 from vllmx.layers.activation import get_act_and_mul_fn
 from vllmx.layers.attention import Attention
+from vllmx.layers.fused_qkv import FusedQKV
 from vllmx.layers.layernorm import GemmaRMSNorm
 from vllmx.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllmx.layers.logits_processor import LogitsProcessor
 from vllmx.layers.rotary_embedding import get_rope
-from vllmx.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllmx.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaForCausalLM
-from vllmx.models.utils import make_layers, maybe_prefix
+from vllmx.models.utils import make_layers
 
 
 class Gemma3MLP(nn.Module):
@@ -95,10 +96,13 @@ class Gemma3Attention(nn.Module):
             logits_soft_cap=config.attn_logit_softcapping,
             **shared,
         )
+        self.fused_qkv = FusedQKV.of(self.attn, self.rotary_emb, ops, self.q_norm, self.k_norm)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """positions: int64 [T]; hidden_states: [T, H] -> [T, H]."""
         qkv = self.qkv_proj(hidden_states)
+        if self.fused_qkv is not None:
+            return self.o_proj(self.attn(self.fused_qkv(positions, qkv), None, None))
         q, k, v = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=-1)
         q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)
@@ -176,18 +180,8 @@ class Gemma3Model(nn.Module):
 class Gemma3ForCausalLM(LlamaForCausalLM):
     """Gemma 3 text model with its (tied) output head."""
 
+    model_cls = Gemma3Model
+
     def __init__(self, *, vllm_config: VllmConfig, ops: OpTable, prefix: str = "") -> None:
-        nn.Module.__init__(self)
-        config = vllm_config.model_config.hf_text_config
-        self.config = config
-        self.model = Gemma3Model(
-            vllm_config=vllm_config, ops=ops, prefix=maybe_prefix(prefix, "model")
-        )
-        self.lm_head = ParallelLMHead(
-            config.vocab_size,
-            config.hidden_size,
-            vllm_config=vllm_config,
-            ops=ops,
-            prefix=maybe_prefix(prefix, "lm_head"),
-        )
-        self.logits_processor = LogitsProcessor(soft_cap=config.final_logit_softcapping)
+        super().__init__(vllm_config=vllm_config, ops=ops, prefix=prefix)
+        self.logits_processor = LogitsProcessor(soft_cap=self.config.final_logit_softcapping)

@@ -17,6 +17,7 @@ from vllmx.config import VllmConfig
 from vllmx.ir.select import OpTable
 from vllmx.layers.activation import get_act_and_mul_fn
 from vllmx.layers.attention import Attention
+from vllmx.layers.fused_qkv import FusedQKV
 from vllmx.layers.layernorm import RMSNorm
 from vllmx.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllmx.layers.logits_processor import LogitsProcessor
@@ -79,10 +80,13 @@ class LlamaAttention(nn.Module):
         self.attn = Attention(
             heads, head_dim, head_dim**-0.5, kv_heads, prefix=f"{prefix}.attn", **shared
         )
+        self.fused_qkv = FusedQKV.of(self.attn, self.rotary_emb, ops)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """positions: int64 [T]; hidden_states: [T, H] -> [T, H]."""
         qkv = self.qkv_proj(hidden_states)
+        if self.fused_qkv is not None:
+            return self.o_proj(self.attn(self.fused_qkv(positions, qkv), None, None))
         qk, v = qkv.split((self.q_size + self.kv_size, self.kv_size), dim=-1)
         # Queries and keys are rotated as one tensor: to the rotation, heads are alike.
         qk, _ = self.rotary_emb(positions, qk)
@@ -93,13 +97,16 @@ class LlamaAttention(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each normed before, with the residual carried along."""
 
+    attention_cls: type[nn.Module] = LlamaAttention
+    mlp_cls: type[nn.Module] = LlamaMLP
+
     def __init__(
         self, config: HFConfig, *, vllm_config: VllmConfig, ops: OpTable, prefix: str
     ) -> None:
         super().__init__()
         shared: dict[str, Any] = {"vllm_config": vllm_config, "ops": ops}
-        self.self_attn = LlamaAttention(config, prefix=f"{prefix}.self_attn", **shared)
-        self.mlp = LlamaMLP(config, prefix=f"{prefix}.mlp", **shared)
+        self.self_attn = self.attention_cls(config, prefix=f"{prefix}.self_attn", **shared)
+        self.mlp = self.mlp_cls(config, prefix=f"{prefix}.mlp", **shared)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 
@@ -120,6 +127,8 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm."""
 
+    layer_cls: type[nn.Module] = LlamaDecoderLayer
+
     def __init__(self, *, vllm_config: VllmConfig, ops: OpTable, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
@@ -128,9 +137,7 @@ class LlamaModel(nn.Module):
         )
         self.layers = make_layers(
             config.num_hidden_layers,
-            lambda prefix: LlamaDecoderLayer(
-                config, vllm_config=vllm_config, ops=ops, prefix=prefix
-            ),
+            lambda prefix: self.layer_cls(config, vllm_config=vllm_config, ops=ops, prefix=prefix),
             f"{prefix}.layers",
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
@@ -148,13 +155,14 @@ class LlamaForCausalLM(nn.Module):
     """Llama with its output head."""
 
     hf_to_vllm_mapper = LLAMA_MAPPER
-    model: Any  # a family that derives from this one has a decoder of its own
+    model_cls: type[nn.Module] = LlamaModel  # a family that derives from this one has its own
+    model: Any
 
     def __init__(self, *, vllm_config: VllmConfig, ops: OpTable, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         self.config = config
-        self.model = LlamaModel(
+        self.model = self.model_cls(
             vllm_config=vllm_config, ops=ops, prefix=maybe_prefix(prefix, "model")
         )
         self.lm_head = ParallelLMHead(

@@ -33,7 +33,8 @@ def philox(seed: Tensor, offset: Tensor, rounds: int = 10) -> Tensor:
         c0, c2 = ((high >> 32) & MASK) ^ c1 ^ key0, ((low >> 32) & MASK) ^ c3 ^ key1
         c1, c3 = high & MASK, low & MASK
         key0, key1 = (key0 + KEY_STEPS[0]) & MASK, (key1 + KEY_STEPS[1]) & MASK
-    return c0 if c0.shape == torch.broadcast_shapes(seed.shape, offset.shape) else c0 + 0 * seed
+    # Every round mixes the key in, so c0 has the shape of both.
+    return c0
 
 
 def to_uniform(words: Tensor) -> Tensor:

@@ -59,6 +59,19 @@ class Sampler:
             or self.bad_words_state.active[row]
         )
 
+    def is_plain(self, rows: np.ndarray) -> bool:
+        """Whether the rows want the likeliest token of the raw logits, and nothing beside."""
+        return not (
+            self.needs_processing[rows].any()
+            or (self.sampling_states.num_logprobs[rows] != NO_LOGPROBS).any()
+            or self.logprob_token_ids_state.active[rows].any()
+        )
+
+    @property
+    def reads_sampled_tokens(self) -> bool:
+        """Whether a request wants its tokens so far to be known on the host before the next."""
+        return bool(self.bad_words_state.words)
+
     def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> SamplerOutput:
         """Sample from logits [n, vocab]; rows [n]: of the requests; positions [n]: last token's."""
         num_logprobs = self.sampling_states.max_num_logprobs(rows)

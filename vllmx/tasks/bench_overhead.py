@@ -101,7 +101,7 @@ def _decode(core: EngineCore, processor: OutputProcessor, config: RunConfig) -> 
     for index in range(bench.batch_size):
         request = _request(index, bench.input_len, processor)
         processor.add_request(request, prompt=None)
-        core.add_request(core.preprocess_add_request(request))
+        core.add_request(*core.preprocess_add_request(request))
     while core.scheduler.get_request_counts() != (bench.batch_size, 0) or _prefilling(processor):
         _step(core, processor)
     start = time.perf_counter()

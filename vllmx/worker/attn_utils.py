@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 from vllmx.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
-from vllmx.core.kv_cache_interface import KVCacheConfig
+from vllmx.core.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllmx.exceptions import UnsupportedError
 from vllmx.layers.attention import Attention
 from vllmx.worker.input_batch import InputBatch
 
@@ -20,23 +22,96 @@ from vllmx.worker.input_batch import InputBatch
 def init_kv_cache(
     kv_cache_config: KVCacheConfig, layers: dict[str, Attention], device: str
 ) -> None:
-    """Allocate the cache and give each layer its view; layers of several groups may share one."""
+    """Allocate the cache and give each layer its view.
+
+    Layers of several groups may share an allocation, and where blocks are packed all layers do. A
+    layer that shares another's cache gets the other's view.
+    """
     block_sizes = {
         name: group.kv_cache_spec.block_size
         for group in kv_cache_config.kv_cache_groups
         for name in group.layer_names
     }
+    packed: Tensor | None = None
     for kv_cache_tensor in kv_cache_config.kv_cache_tensors:
-        raw = _zeros(kv_cache_tensor.size, device)
+        if kv_cache_tensor.block_stride:
+            raw = packed = _zeros(kv_cache_tensor.size, device) if packed is None else packed
+        else:
+            raw = _zeros(kv_cache_tensor.size, device)
         for name in kv_cache_tensor.shared_by:
-            layer = layers[name]
-            shape = layer.backend.get_kv_cache_shape(
+            shape = layers[name].backend.get_kv_cache_shape(
                 kv_cache_config.num_blocks,
                 block_sizes[name],
-                layer.num_kv_heads,
-                layer.head_size,
+                layers[name].num_kv_heads,
+                layers[name].head_size,
             )
-            layer.bind_kv_cache(raw.view(layer.kv_cache_dtype).view(shape))
+            layers[name].bind_kv_cache(_view_of_layer(raw, kv_cache_tensor, shape, layers[name]))
+    for name, target in shared_kv_cache_layers(layers).items():
+        layers[name].bind_kv_cache(layers[target].kv_cache)
+
+
+def _view_of_layer(
+    raw: Tensor, kv_cache_tensor: KVCacheTensor, shape: tuple[int, ...], layer: Attention
+) -> Tensor:
+    """The pages of `layer` in the bytes of `raw`, as its backend wants them."""
+    typed = raw.view(layer.kv_cache_dtype)
+    itemsize = layer.kv_cache_dtype.itemsize
+    stride = kv_cache_tensor.block_stride or kv_cache_tensor.size // shape[0]
+    if stride == math.prod(shape[1:]) * itemsize:
+        return typed.view(shape)
+    if not layer.backend.indexes_kv_by_block_stride():
+        raise UnsupportedError(
+            f"Layer {layer.layer_name}: its KV blocks are {stride} bytes apart, which attention "
+            f"backend {layer.backend.name} cannot read; choose another attention.backend."
+        )
+    inside = torch.empty(shape[1:], device="meta").stride()
+    offset = kv_cache_tensor.offset
+    assert stride % itemsize == offset % itemsize == 0
+    return typed.as_strided(shape, (stride // itemsize, *inside), offset // itemsize)
+
+
+def zero_blocks(layers: Iterable[Attention], block_ids: list[int]) -> None:
+    """Clear blocks that held recurrent states, whose bits may read as NaN. Backends never look at
+    what was not written, but a kernel that loads whole blocks multiplies it by a mask of zeros."""
+    index = torch.tensor(block_ids)
+    for layer in layers:
+        layer.kv_cache[index.to(layer.kv_cache.device)] = 0
+
+
+def shared_kv_cache_layers(layers: dict[str, Attention]) -> dict[str, str]:
+    """Layers without a cache of their own -> the earlier layer whose cache they read."""
+    shared: dict[str, str] = {}
+    seen: set[str] = set()
+    for name, layer in layers.items():
+        target = layer.kv_sharing_target_layer_name
+        if target is None:
+            seen.add(name)
+            continue
+        assert target in seen, (
+            f"layer {name} shares the KV cache of {target}, which is no earlier layer with a cache"
+        )
+        mine = (layer.num_kv_heads, layer.head_size, layer.sliding_window)
+        other = layers[target]
+        assert mine == (other.num_kv_heads, other.head_size, other.sliding_window), (
+            f"layer {name} shares the KV cache of {target}, which is of another kind"
+        )
+        shared[name] = target
+    return shared
+
+
+def add_kv_sharing_layers_to_kv_cache_groups(
+    shared_kv_cache_layers: dict[str, str],
+    kv_cache_groups: list[KVCacheGroupSpec],
+    runner_only_attn_layers: set[str] | None = None,
+) -> None:
+    """Put each layer that shares a cache into the group of its target, in place, so that it gets
+    the group's metadata. `runner_only_attn_layers` takes their names: the scheduler does not know
+    them."""
+    groups = {name: group for group in kv_cache_groups for name in group.layer_names}
+    for name, target in shared_kv_cache_layers.items():
+        groups[target].layer_names.append(name)
+        if runner_only_attn_layers is not None:
+            runner_only_attn_layers.add(name)
 
 
 def _zeros(nbytes: int, device: str) -> Tensor:

@@ -34,10 +34,11 @@ class BlockTables:
             self.tables[group].stage_write(row, start, block_ids)
             self.num_blocks[group, row] = start + len(block_ids)
 
-    def apply_staged_writes(self) -> None:
-        """Bring the device's tables up to date."""
+    def reset(self) -> None:
+        """Forget what all requests were given; the tables stay where they are."""
         for table in self.tables:
-            table.apply_write()
+            table.clear()
+        self.num_blocks[:] = 0
 
     def gather_block_tables(self, idx_mapping: Tensor, max_seq_len: int) -> list[Tensor]:
         """The batch's rows of each table, int32 [num_reqs, blocks that max_seq_len needs]."""

@@ -15,10 +15,11 @@ class StagedWriteTensor:
     """A table of rows kept on the device, written on the host in pieces.
 
     `np` is the host's copy and `gpu` the device's; on a CPU they share memory, and writing is
-    all there is to it. On a GPU `apply_write` sends the pieces written since the last call.
+    all there is to it. On a GPU the pieces written since the last `take_staged` still have to be
+    sent.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
         on_gpu = device != "cpu"
         # numpy's zeros are pages that cost nothing until they are touched; torch's are written.
         numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
@@ -35,11 +36,54 @@ class StagedWriteTensor:
         if self._on_gpu:
             self._staged.append((row, start, end))
 
-    def apply_write(self) -> None:
-        """Bring the device's copy up to date."""
-        for row, start, end in self._staged:
-            self.gpu[row, start:end].copy_(self.cpu[row, start:end], non_blocking=True)
+    def take_staged(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Places in the flat table, int32, and their values, not sent so far; None without any."""
+        staged = self._staged
+        if not staged:
+            return None
+        width = self.np.shape[1]
+        places = np.concatenate(
+            [np.arange(row * width + start, row * width + end) for row, start, end in staged]
+        )
+        values = np.concatenate([self.np[row, start:end] for row, start, end in staged])
+        staged.clear()
+        return places.astype(np.int32), values
+
+    def clear(self) -> None:
+        """Forget what was staged."""
         self._staged.clear()
+
+
+class PackedBuffer:
+    """int32 arrays that go to the device in one copy, and lie at the same places each time.
+
+    The host's side is a ring: a copy may still be under way when the next one is being written.
+    """
+
+    DEPTH = 4
+    """More than the steps that may be under way at once."""
+
+    def __init__(self, size: int, device: str) -> None:
+        on_gpu = device != "cpu"
+        self._ring = torch.zeros((self.DEPTH, size), dtype=torch.int32, pin_memory=on_gpu)
+        self._ring_np = self._ring.numpy()
+        self._turn = 0
+        self.gpu = torch.zeros(size, dtype=torch.int32, device=device)
+        self.size = size
+
+    @property
+    def turn(self) -> int:
+        """Which of the ring's buffers is being written, below DEPTH."""
+        return self._turn
+
+    def next(self) -> np.ndarray:
+        """Turn to the ring's next buffer, int32 [size], whose old contents are of no use."""
+        self._turn = (self._turn + 1) % self.DEPTH
+        return self._ring_np[self._turn]
+
+    def send(self, used: int) -> None:
+        """Copy the first `used` numbers to the device; the host does not wait."""
+        self.gpu[:used].copy_(self._ring[self._turn, :used], non_blocking=True)
 
 
 def to_device(array: np.ndarray, device: str) -> Tensor:

@@ -10,8 +10,14 @@ import torch
 
 from vllmx.config import VllmConfig
 from vllmx.core.kv_cache_interface import KVCacheConfig, KVCacheSpec
-from vllmx.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from vllmx.core.output import (
+    AsyncModelRunnerOutput,
+    GrammarOutput,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 from vllmx.exceptions import UserError
+from vllmx.kv_transfer.base import KVConnectorHandshakeMetadata
 from vllmx.platform import available_memory, num_threads, resolve_device, resolve_dtype
 from vllmx.worker.model_runner import GPUModelRunner
 
@@ -34,6 +40,10 @@ class Worker:
         self.device = resolve_device(self.vllm_config.device_config)
         if self.device == "cpu":
             torch.set_num_threads(num_threads(self.vllm_config.device_config))
+        scheduler_config = self.vllm_config.scheduler_config
+        if scheduler_config.async_scheduling is None and scheduler_config.scheduler_cls is None:
+            # A CPU runs the model on the very cores that would schedule meanwhile.
+            scheduler_config.async_scheduling = self.device == "cuda"
         dtype = resolve_dtype(self.vllm_config, self.device)
         self.model_runner = GPUModelRunner(self.vllm_config, self.device, dtype)
         logger.info("device %s, activations in %s", self.device, dtype)
@@ -72,13 +82,22 @@ class Worker:
         self.model_runner.initialize_kv_cache(kv_cache_config)
 
     def compile_or_warm_up_model(self) -> None:
-        """Nothing to compile in eager mode on a CPU."""
+        """Capture CUDA graphs on a GPU; there is nothing to compile on a CPU."""
+        self.model_runner.capture_model()
+
+    def get_kv_connector_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What other engines' workers must know of this one to exchange KV entries."""
+        if self.model_runner.kv_connector is None:
+            return None
+        return self.model_runner.kv_connector.kv_connector.get_handshake_metadata()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
         """See GPUModelRunner.execute_model."""
         return self.model_runner.execute_model(scheduler_output)
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """See GPUModelRunner.sample_tokens."""
         return self.model_runner.sample_tokens(grammar_output)
 
@@ -88,4 +107,6 @@ class Worker:
 
     def shutdown(self) -> None:
         """Let go of weights and cache."""
+        if self.model_runner.kv_connector is not None:
+            self.model_runner.kv_connector.shutdown()
         self.model_runner.model = None

@@ -22,6 +22,7 @@ class InputBatch:
     input_ids: int32 [num_tokens]; positions: int64 [num_tokens]; query_start_loc: int32
     [num_reqs + 1]; seq_lens: int32 [num_reqs]. sample_reqs: the requests whose last known token is
     in this step, which therefore get a new one; logits_indices: that token's place in the batch.
+    token_rows and positions_np are None on a GPU, which works them out itself.
     """
 
     req_ids: list[str]
@@ -30,8 +31,8 @@ class InputBatch:
     idx_mapping_np: np.ndarray
     idx_mapping: Tensor
     num_scheduled_tokens: np.ndarray
-    token_rows: np.ndarray
-    positions_np: np.ndarray
+    token_rows: np.ndarray | None
+    positions_np: np.ndarray | None
     input_ids: Tensor
     positions: Tensor
     query_start_loc: Tensor
@@ -42,9 +43,21 @@ class InputBatch:
     logits_indices: Tensor
 
 
-def make_input_batch(scheduler_output: SchedulerOutput, states: RequestState) -> InputBatch:
-    """Gather the inputs of a step that schedules at least one token."""
-    device = states.device
+@dataclass(slots=True)
+class HostBatch:
+    """A step's batch on the host; the fields are those of InputBatch."""
+
+    req_ids: list[str]
+    idx_mapping_np: np.ndarray
+    num_scheduled_tokens: np.ndarray
+    query_start_loc_np: np.ndarray
+    seq_lens_np: np.ndarray
+    sample_reqs: np.ndarray
+    num_tokens: int
+
+
+def gather_on_host(scheduler_output: SchedulerOutput, states: RequestState) -> HostBatch:
+    """Order the requests of a step that schedules at least one token, and look up their rows."""
     scheduled = sorted(scheduler_output.num_scheduled_tokens.items(), key=lambda item: item[1])
     req_ids = [req_id for req_id, _ in scheduled]
     num_reqs = len(req_ids)
@@ -53,22 +66,29 @@ def make_input_batch(scheduler_output: SchedulerOutput, states: RequestState) ->
     counts = np.fromiter((count for _, count in scheduled), np.int64, num_reqs)
     starts = np.zeros(num_reqs + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
-    num_tokens = int(starts[-1])
+    seq_lens = (states.num_computed_tokens[rows] + counts).astype(np.int32)
+    sample_reqs = np.flatnonzero(seq_lens >= states.total_len[rows])
+    return HostBatch(req_ids, rows, counts, starts, seq_lens, sample_reqs, int(starts[-1]))
 
+
+def make_input_batch(scheduler_output: SchedulerOutput, states: RequestState) -> InputBatch:
+    """Gather the inputs of a step that schedules at least one token, on a CPU."""
+    device = states.device
+    host = gather_on_host(scheduler_output, states)
+    rows, counts, starts = host.idx_mapping_np, host.num_scheduled_tokens, host.query_start_loc_np
+    num_reqs, num_tokens = len(rows), host.num_tokens
     computed = states.num_computed_tokens[rows]
-    seq_lens = (computed + counts).astype(np.int32)
     if num_tokens == num_reqs:
         token_rows, positions = rows, computed
     else:
         token_rows = np.repeat(rows, counts)
         positions = np.arange(num_tokens) + np.repeat(computed - starts[:-1], counts)
-    sample_reqs = np.flatnonzero(seq_lens >= states.total_len[rows])
 
     positions_t = to_device(positions, device)
     idx_mapping = to_device(rows, device)
     token_rows_t = idx_mapping if token_rows is rows else to_device(token_rows, device)
     return InputBatch(
-        req_ids=req_ids,
+        req_ids=host.req_ids,
         num_reqs=num_reqs,
         num_tokens=num_tokens,
         idx_mapping_np=rows,
@@ -80,8 +100,8 @@ def make_input_batch(scheduler_output: SchedulerOutput, states: RequestState) ->
         positions=positions_t,
         query_start_loc=to_device(starts, device),
         query_start_loc_np=starts,
-        seq_lens=to_device(seq_lens, device),
-        seq_lens_np=seq_lens,
-        sample_reqs=sample_reqs,
-        logits_indices=to_device((starts[1:][sample_reqs] - 1).astype(np.int64), device),
+        seq_lens=to_device(host.seq_lens_np, device),
+        seq_lens_np=host.seq_lens_np,
+        sample_reqs=host.sample_reqs,
+        logits_indices=to_device((starts[1:][host.sample_reqs] - 1).astype(np.int64), device),
     )

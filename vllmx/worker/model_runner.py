@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from vllmx.config import VllmConfig
 from vllmx.core.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllmx.core.output import (
     EMPTY_MODEL_RUNNER_OUTPUT,
+    AsyncModelRunnerOutput,
     CachedRequestData,
     GrammarOutput,
+    LogprobsLists,
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
@@ -25,9 +28,17 @@ from vllmx.layers.attention import attention_layers
 from vllmx.model_loader.loader import load_model
 from vllmx.sample.prompt_logprob import PromptLogprobsWorker
 from vllmx.sample.sampler import Sampler
-from vllmx.worker.attn_utils import AttnMetadataBuilders, init_kv_cache
+from vllmx.worker.attn_utils import (
+    AttnMetadataBuilders,
+    add_kv_sharing_layers_to_kv_cache_groups,
+    init_kv_cache,
+    shared_kv_cache_layers,
+    zero_blocks,
+)
 from vllmx.worker.block_table import BlockTables
+from vllmx.worker.gpu_steps import GPUSteps
 from vllmx.worker.input_batch import InputBatch, make_input_batch
+from vllmx.worker.kv_connector import ActiveKVConnector
 from vllmx.worker.states import RequestState
 
 
@@ -40,6 +51,10 @@ class GPUModelRunner:
         self.ops = OpTable(vllm_config.kernel_config, device, dtype)
         self.model: Any = None
         self.execute_model_state: tuple[InputBatch, Tensor] | None = None
+        self.gpu_steps: GPUSteps | None = None
+        self.kv_connector: ActiveKVConnector | None = None
+        # Requests whose end a KV connector is to hear of after the step that runs.
+        self._finished_req_ids: set[str] = set()
 
     def load_model(self) -> None:
         """Build the model and pack its weights."""
@@ -48,19 +63,23 @@ class GPUModelRunner:
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each attention layer keeps, by layer name."""
         layers = attention_layers(self.model)
-        return {name: layer.get_kv_cache_spec(self.vllm_config) for name, layer in layers.items()}
+        return {
+            name: layer.get_kv_cache_spec(self.vllm_config)
+            for name, layer in layers.items()
+            if layer.kv_sharing_target_layer_name is None
+        }
 
     def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the cache; max_model_len is final by now."""
         layers = attention_layers(self.model)
+        shared = shared_kv_cache_layers(layers)
         init_kv_cache(kv_cache_config, layers, self.device)
+        kv_cache_config = copy.deepcopy(kv_cache_config)
+        add_kv_sharing_layers_to_kv_cache_groups(shared, kv_cache_config.kv_cache_groups)
         self.attn_builders = AttnMetadataBuilders(kv_cache_config, layers, self.device)
+        if self.vllm_config.kv_transfer_config is not None:
+            self.kv_connector = ActiveKVConnector(self.vllm_config, kv_cache_config, layers)
         self.block_sizes = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
-        self.forget_requests()
-
-    def forget_requests(self) -> None:
-        """Allocate empty request rows, at the start and after an interrupted step."""
-        self.execute_model_state = None
         model_config = self.vllm_config.model_config
         max_num_reqs = self.vllm_config.scheduler_config.max_num_seqs
         max_model_len = model_config.max_model_len
@@ -69,6 +88,22 @@ class GPUModelRunner:
             max_num_reqs, max_model_len, model_config.get_vocab_size(), self.device
         )
         self.block_tables = BlockTables(self.block_sizes, max_num_reqs, max_model_len, self.device)
+        self.forget_requests()
+        if self.device != "cpu":
+            self.gpu_steps = GPUSteps(self)
+
+    def capture_model(self) -> int:
+        """Capture CUDA graphs, if there are to be any; the bytes that they take."""
+        return 0 if self.gpu_steps is None else self.gpu_steps.capture_model()
+
+    def forget_requests(self) -> None:
+        """Drop all requests, at the start and after an interrupted step."""
+        self.execute_model_state = None
+        if self.gpu_steps is not None:
+            self.gpu_steps.reset()
+        self.req_states.reset()
+        self.block_tables.reset()
+        model_config = self.vllm_config.model_config
         self.sampler = Sampler(self.req_states, model_config.logprobs_mode, model_config.seed)
         self.prompt_logprobs_worker = PromptLogprobsWorker(self.req_states)
 
@@ -82,18 +117,40 @@ class GPUModelRunner:
         self.add_requests(scheduler_output.scheduled_new_reqs)
         self.update_requests(scheduler_output.scheduled_cached_reqs)
         if scheduler_output.total_num_scheduled_tokens == 0:
+            if self.kv_connector is not None:
+                return self.kv_connector.no_forward(scheduler_output)
             return EMPTY_MODEL_RUNNER_OUTPUT
-        self.block_tables.apply_staged_writes()
-        self.req_states.all_token_ids.apply_write()
+        if scheduler_output.new_block_ids_to_zero:
+            zero_blocks(
+                attention_layers(self.model).values(), scheduler_output.new_block_ids_to_zero
+            )
+        if self.gpu_steps is not None:
+            self.execute_model_state = self.gpu_steps.execute(scheduler_output)
+            return None
         batch = make_input_batch(scheduler_output, self.req_states)
-        with set_forward_context(ForwardContext(self.prepare_attn(batch))):
-            hidden_states = self.model(batch.input_ids, batch.positions)
+        hidden_states = self.forward(batch, self.prepare_attn(batch), scheduler_output)
         self.execute_model_state = (batch, hidden_states)
         return None
 
+    def forward(
+        self, batch: InputBatch, attn_metadata: dict[str, Any], scheduler_output: SchedulerOutput
+    ) -> Tensor:
+        """Hidden states [num_tokens, H] of the batch; a KV connector begins its work before."""
+        context = ForwardContext(attn_metadata)
+        if self.kv_connector is not None:
+            self.kv_connector.pre_forward(scheduler_output, context)
+            self._finished_req_ids = scheduler_output.finished_req_ids
+        with set_forward_context(context):
+            return self.model(batch.input_ids, batch.positions)
+
     @torch.inference_mode()
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample a token for each request whose known tokens have all been computed."""
+    def sample_tokens(
+        self, grammar_output: GrammarOutput | None
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Sample a token for each request whose known tokens have all been computed.
+
+        With async scheduling on a GPU the tokens may still be on their way.
+        """
         assert self.execute_model_state is not None, "sample_tokens needs an execute_model first"
         assert grammar_output is None, "structured outputs are refused before they get here"
         batch, hidden_states = self.execute_model_state
@@ -106,9 +163,18 @@ class GPUModelRunner:
             req_id_to_index={req_id: i for i, req_id in enumerate(batch.req_ids)},
             prompt_logprobs_dict=prompt_logprobs,
         )
-        self._sample(batch, hidden_states, output)
+        pending: AsyncModelRunnerOutput | None = None
+        if self.gpu_steps is not None:
+            pending = self.gpu_steps.sample(batch, hidden_states, output)
+        else:
+            self._sample(batch, hidden_states, output)
+        if self.kv_connector is not None:
+            output.kv_connector_output = self.kv_connector.post_forward(self._finished_req_ids)
         self.req_states.num_computed_tokens[batch.idx_mapping_np] += batch.num_scheduled_tokens
-        return output
+        if pending is None:
+            return output
+        is_async = self.vllm_config.scheduler_config.async_scheduling
+        return pending if is_async else pending.get_output()
 
     def _sample(self, batch: InputBatch, hidden_states: Tensor, output: ModelRunnerOutput) -> None:
         sampling = batch.sample_reqs
@@ -128,26 +194,31 @@ class GPUModelRunner:
         token_ids = sampled.sampled_token_ids.cpu().numpy()
         states = self.req_states
         states.all_token_ids.np[rows, states.total_len[rows]] = token_ids
-        if self.device != "cpu":
-            index = (torch.from_numpy(rows), torch.from_numpy(states.total_len[rows]))
-            states.all_token_ids.gpu[index] = sampled.sampled_token_ids.int()
         states.total_len[rows] += 1
+        self.place_logprobs(batch, sampled.logprobs, output)
         if every:
             output.sampled_token_ids = token_ids[:, None].tolist()
-            output.logprobs = sampled.logprobs
             return
         output.sampled_token_ids = [[] for _ in batch.req_ids]
         for i, token_id in zip(sampling.tolist(), token_ids.tolist(), strict=True):
             output.sampled_token_ids[i] = [token_id]
-        if sampled.logprobs is not None:
-            # Requests still in their prompt have no row: number the rows by request.
-            starts = [0] * batch.num_reqs
-            for row, i in enumerate(sampling.tolist()):
-                starts[i] = row
-            output.logprobs = sampled.logprobs._replace(cu_num_generated_tokens=starts)
+
+    def place_logprobs(
+        self, batch: InputBatch, logprobs: LogprobsLists | None, output: ModelRunnerOutput
+    ) -> None:
+        """Put the log-probabilities of the requests that were sampled into `output`."""
+        if logprobs is None or len(batch.sample_reqs) == batch.num_reqs:
+            output.logprobs = logprobs
+            return
+        # Requests still in their prompt have no row: number the rows by request.
+        starts = [0] * batch.num_reqs
+        for row, i in enumerate(batch.sample_reqs.tolist()):
+            starts[i] = row
+        output.logprobs = logprobs._replace(cu_num_generated_tokens=starts)
 
     def prepare_attn(self, batch: InputBatch) -> dict[str, Any]:
-        """Attention metadata of each layer for this batch."""
+        """Attention metadata of each layer for this batch, on a CPU."""
+        assert batch.token_rows is not None and batch.positions_np is not None
         tables = self.block_tables.gather_block_tables(
             batch.idx_mapping, int(batch.seq_lens_np.max())
         )

@@ -26,6 +26,7 @@ from vllmx.core.output import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from vllmx.exceptions import UserError
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
@@ -238,6 +239,8 @@ class NullWorker:
     ) -> None:
         """`kv_cache_spec` by layer name, one full-attention layer by default; for the rest see
         NullModelRunner."""
+        if vllm_config.kv_transfer_config is not None:
+            raise UserError("NullWorker has no KV entries to move: leave kv_transfer unset.")
         self.vllm_config = vllm_config
         self.kv_cache_spec = kv_cache_spec
         self.model_runner = NullModelRunner(vllm_config, script, delay, fail_at_step, check)

@@ -29,6 +29,15 @@ class RequestState:
         self.prefill_len = np.zeros(max_num_reqs, dtype=np.int32)
         self.total_len = np.zeros(max_num_reqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_reqs, dtype=np.int64)
+        # How often a row was given away: what comes late knows whether it is still meant.
+        self.generation = np.zeros(max_num_reqs, dtype=np.int64)
+
+    def reset(self) -> None:
+        """Forget all requests; the tensors stay where they are."""
+        self.req_id_to_index.clear()
+        self.free_indices = list(range(self.max_num_reqs - 1, -1, -1))
+        self.all_token_ids.clear()
+        self.generation += 1
 
     @property
     def num_reqs(self) -> int:
@@ -45,6 +54,7 @@ class RequestState:
         self.prompt_len[row] = prompt_len
         self.prefill_len[row] = self.total_len[row] = len(all_token_ids)
         self.num_computed_tokens[row] = num_computed_tokens
+        self.generation[row] += 1
         self.all_token_ids.stage_write(row, 0, all_token_ids)
         return row
 

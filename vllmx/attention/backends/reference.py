@@ -37,6 +37,11 @@ class ReferenceBackend(AttentionBackend):
         """ReferenceMetadataBuilder."""
         return ReferenceMetadataBuilder
 
+    @classmethod
+    def indexes_kv_by_block_stride(cls) -> bool:
+        """It looks blocks up by their number."""
+        return True
+
     @staticmethod
     def run(
         query: Tensor,

@@ -300,7 +300,8 @@ def _attend(
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=causal, scale=scale
         )
-    scores = torch.matmul(query, keys.transpose(-1, -2)) * scale
+    # In float32: a score rounded to half precision is off by more than its weight may be.
+    scores = torch.matmul(query.float(), keys.transpose(-1, -2).float()) * scale
     scores = soft_cap * torch.tanh(scores / soft_cap)
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)

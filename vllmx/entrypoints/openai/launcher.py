@@ -143,6 +143,8 @@ class Lifetime:
         """End the server once the engine is dead; run as a task."""
         while not self.engine.errored:
             await asyncio.sleep(WATCHDOG_INTERVAL_S)
+        if self.server.should_exit and self.engine.dead_error.__cause__ is None:
+            return  # both were told to end
         logger.error("The engine died; the server ends.")
         self.exit_code = 1
         self.server.should_exit = True

@@ -19,13 +19,24 @@ def reshape_and_cache(
     key, value: [num_tokens, num_kv_heads, head_size]; key_cache, value_cache:
     [num_blocks, block_size, num_kv_heads, head_size]; slot_mapping: int64 [num_tokens],
     block * block_size + offset, negative for a padding token that is not stored.
+
+    A cache of fewer bits takes the nearest number it has, scales being 1.0; beyond its range that
+    is its largest one.
     """
     real = (slot_mapping >= 0).nonzero().flatten()
     slots = slot_mapping[real]
     block_size = key_cache.shape[1]
     blocks, offsets = slots // block_size, slots % block_size
-    key_cache[blocks, offsets] = key[real].to(key_cache.dtype)
-    value_cache[blocks, offsets] = value[real].to(value_cache.dtype)
+    key_cache[blocks, offsets] = _stored(key[real], key_cache.dtype)
+    value_cache[blocks, offsets] = _stored(value[real], value_cache.dtype)
+
+
+def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.itemsize == 1:
+        # What is too large would become infinite or NaN, and poison the whole row.
+        limit = torch.finfo(dtype).max
+        x = x.clamp(-limit, limit)
+    return x.to(dtype)
 
 
 @reshape_and_cache.register_inputs

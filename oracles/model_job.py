@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an oracle of whole models is asked, and what it answers: a JSON file in, safetensors out.
+
+JOB: {"folder", "prompts": [ids], "forced": [ids], "max_tokens", "top_k", "sketch_tokens"}. Each
+prompt is continued greedily by max_tokens; the sequences that come of it, and the forced ones after
+them, are then scored in whole. A lane that is to judge the same sequences is given them all as
+`forced`, and the ids to score as `ids` [positions, top_k].
+
+OUT: `tokens` int32, all sequences one after another, `offsets` int32 [sequences + 1]; for each
+position but a sequence's last, in that order, `lp.ids` int32 [positions, top_k], most likely
+first, `lp.val` float32, their log-probabilities, `lp.next` float32, that of the token that follows,
+`lp.top` int32, the most likely id; `stream` float32 [layers, rows, 64], sketches (sketch.py) of
+hidden state plus residual after each layer, for the last `sketch_tokens` tokens of the last
+sequence, or `stream.full` [layers + 1, tokens, hidden], with the embedding first, where the job
+says `full`. Metadata `oracle`: JSON of what computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from oracles.sketch import sketch
+
+
+@dataclass
+class Job:
+    """What is asked; see the module."""
+
+    folder: str
+    prompts: list[list[int]]
+    forced: list[list[int]]
+    max_tokens: int
+    top_k: int
+    sketch_tokens: int
+    ids: str | None = None
+    full: bool = False
+
+
+@dataclass
+class Answer:
+    """What an oracle found: scores by position, and the stream of the last sequence."""
+
+    sequences: list[list[int]]
+    ids: list[np.ndarray] = field(default_factory=list)
+    val: list[np.ndarray] = field(default_factory=list)
+    next: list[float] = field(default_factory=list)
+    top: list[int] = field(default_factory=list)
+    stream: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, ids: np.ndarray, val: np.ndarray, following: float, top: int) -> None:
+        """Take in one position."""
+        self.ids.append(ids)
+        self.val.append(val)
+        self.next.append(following)
+        self.top.append(top)
+
+    def tensors(self, job: Job) -> dict[str, np.ndarray]:
+        """The tensors of OUT."""
+        lengths = [len(sequence) for sequence in self.sequences]
+        found = {
+            "tokens": np.array([*chain(*self.sequences)], dtype=np.int32),
+            "offsets": np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
+            "lp.ids": np.stack(self.ids).astype(np.int32),
+            "lp.val": np.stack(self.val).astype(np.float32),
+            "lp.next": np.array(self.next, dtype=np.float32),
+            "lp.top": np.array(self.top, dtype=np.int32),
+        }
+        if job.full:
+            found["stream.full"] = np.stack(self.stream).astype(np.float32)
+        else:
+            layers = self.stream[1:]
+            found["stream"] = np.stack([sketch(rows[-job.sketch_tokens :]) for rows in layers])
+        return found
+
+
+def main(
+    name: str,
+    available: Callable[[], Literal[True] | str],
+    describe: Callable[[], dict[str, Any]],
+    compute: Callable[[Job], Answer],
+) -> int:
+    """The command line of an oracle: 0 answered, 2 not available here (the reason on stderr)."""
+    parser = argparse.ArgumentParser(description=f"Answers jobs of whole models as {name}.")
+    parser.add_argument("--available", action="store_true", help="only say whether it can run")
+    parser.add_argument("job", type=Path, nargs="?")
+    parser.add_argument("out", type=Path, nargs="?")
+    args = parser.parse_args()
+    ready = available()
+    if ready is not True:
+        print(ready, file=sys.stderr)
+        return 2
+    if args.available:
+        print(name)
+        return 0
+    if args.job is None or args.out is None:
+        parser.error("give JOB and OUT")
+    job = Job(**json.loads(args.job.read_text()))
+    answer = compute(job)
+    told = {**describe(), "numpy": np.__version__, "command": f"python -m oracles.{name}"}
+    save_file(answer.tensors(job), str(args.out), {"oracle": json.dumps(told, sort_keys=True)})
+    return 0

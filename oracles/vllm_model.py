@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Oracle: whole models in upstream vLLM on a CPU, float32, eager.
+
+`python -m oracles.vllm_model JOB OUT`, in upstream's environment (`nox -s oracle`); the files are
+described in oracles/model_job.py. The wheel has no Triton, so the first model runner answers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from oracles import vllm_pin
+from oracles.model_job import Answer, Job, main
+
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+LONGEST = 1024
+
+
+def available() -> Literal[True] | str:
+    """True where the pinned upstream is installed, else the reason."""
+    return vllm_pin.available()
+
+
+def describe() -> dict[str, Any]:
+    """What computed."""
+    import torch
+
+    return {
+        "name": "vllm",
+        "version": vllm_pin.VERSION,
+        "lane": "vllm-cpu-f32",
+        "callable": "vllm.LLM.generate",
+        "torch": torch.__version__,
+        "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
+        "runner": "v1",
+        "reps": 1,
+    }
+
+
+def compute(job: Job) -> Answer:
+    """Continue and score the sequences of `job`."""
+    os.environ.update(SETTINGS)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=job.folder,
+        dtype="float32",
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_model_len=LONGEST,
+        max_logprobs=job.top_k,
+        skip_tokenizer_init=True,
+        disable_log_stats=True,
+    )
+    greedy = SamplingParams(
+        temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False
+    )
+    answers = _generate(llm, job.prompts, greedy)
+    sequences = [
+        [*prompt, *answer.outputs[0].token_ids] for prompt, answer in zip(job.prompts, answers)
+    ]
+    answer = Answer(sequences + job.forced)
+    scoring = SamplingParams(
+        temperature=0.0, max_tokens=1, prompt_logprobs=job.top_k, detokenize=False
+    )
+    for sequence, output in zip(answer.sequences, _generate(llm, answer.sequences, scoring)):
+        for following, scored in zip(sequence[1:], output.prompt_logprobs[1:], strict=True):
+            ranked = sorted(scored.items(), key=lambda item: item[1].rank)
+            top = [(token, entry.logprob) for token, entry in ranked if entry.rank <= job.top_k]
+            ids, values = zip(*top[: job.top_k])
+            answer.add(np.array(ids), np.array(values), scored[following].logprob, ids[0])
+    answer.stream = _stream(llm, answer.sequences[-1])
+    return answer
+
+
+def _generate(llm: Any, prompts: list[list[int]], params: Any) -> list[Any]:
+    if not prompts:
+        return []
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+
+
+def _stream(llm: Any, sequence: list[int]) -> list[np.ndarray]:
+    """Hidden state plus residual before the first layer and after each, [tokens, hidden]."""
+    from vllm import SamplingParams
+
+    seen: list[Any] = []
+
+    def before(module: Any, args: tuple[Any, ...]) -> None:
+        seen.append(args[1].detach().clone())
+
+    def after(module: Any, args: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        hidden, residual = output
+        seen.append((hidden + residual).detach())
+
+    def hook(model: Any) -> list[Any]:
+        layers = model.model.layers
+        return [layers[0].register_forward_pre_hook(before)] + [
+            layer.register_forward_hook(after) for layer in layers
+        ]
+
+    (handles,) = llm.apply_model(hook)
+    _generate(llm, [sequence], SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
+    for handle in handles:
+        handle.remove()
+    return [rows[: len(sequence)].numpy() for rows in seen]
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    raise SystemExit(main("vllm_model", available, describe, compute))

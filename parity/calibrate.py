@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllmx parity calibrate [select=...]`: how far the oracle is from itself.
+
+An oracle answers an op in several lanes: the one that made the golden, and its other kernels for
+the same op. What those are off by, against the truth, is the floor under every limit. Floors lie
+beside the goldens, in floors.json, as golden bytes hold what the oracle said and nothing else. A
+golden without an entry has an unknown floor, and what is shown with it is unproven.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vllmx.config import RunConfig
+
+from .compare import Floor, floor_of, worst_of
+from .dtypes import Array
+from .golden import OPS as FOLDER
+from .golden import GoldenError, canonical
+from .truths import truth_of
+
+FLOORS = "floors.json"
+SCHEMA = 1
+DIGITS = 4
+
+
+def measure(
+    op: str, arguments: Mapping[str, Any], lanes: Mapping[str, Mapping[str, Array]]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Lane -> output -> figures of a Floor, rounded so that they don't differ from run to run."""
+    truth = truth_of(op, arguments)
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for lane, outputs in sorted(lanes.items()):
+        found[lane] = {}
+        for name, value in outputs.items():
+            if truth is None or not value.is_float or value.shape != truth[name].shape:
+                continue
+            figures = asdict(floor_of(value, truth[name]))
+            found[lane][name] = {k: float(f"{v:.{DIGITS}g}") for k, v in figures.items()}
+    return found
+
+
+def write(entries: Mapping[str, Any], folder: Path = FOLDER) -> None:
+    """Replace the floors of the goldens named in `entries`; drop those of goldens that are gone."""
+    floors = {**_read(folder), **entries}
+    kept = {name: floors[name] for name in sorted(floors) if (folder / name).is_file()}
+    lines = ",\n".join(f"{json.dumps(name)}:{canonical(kept[name]).decode()}" for name in kept)
+    (folder / FLOORS).write_text(f'{{"schema":{SCHEMA},"floors":{{\n{lines}\n}}}}\n')
+
+
+class Floors:
+    """The floors of a folder of goldens."""
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        self.entries = _read(folder)
+
+    def of(self, golden: str, golden_sha: str, output: str) -> Floor | None:
+        """The floor of an output; None where it was never measured, or of another golden."""
+        entry = self.entries.get(golden)
+        if entry is None or entry["golden_sha"] != golden_sha or not entry["repeat"]:
+            return None
+        lanes = entry["lanes"].values()
+        return worst_of([Floor(**outputs[output]) for outputs in lanes if output in outputs])
+
+
+def run(config: RunConfig) -> int:
+    """Ask the oracles again and write the floors of the goldens that there are."""
+    from .record import ask_all
+
+    answers = ask_all(config.parity.select, config.parity.oracle)
+    entries = {
+        answer.golden: answer.floor()
+        for answer in answers.answers
+        if (FOLDER / answer.golden).is_file() and not answer.fault(FOLDER)
+    }
+    changed = sum(entries[name] != Floors().entries.get(name) for name in entries)
+    if entries:
+        write(entries)
+    for reason in answers.reasons:
+        print(reason)
+    print(f"{len(entries)} floors measured, {changed} changed")
+    return 0 if entries and not answers.reasons else 3 if answers.blocked else 2
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    path = folder / FLOORS
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text())["floors"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise GoldenError(f"{path.name} is damaged: {error}") from error

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of this checkout there is to be shown: cells, goldens and closures by kind."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import closure as closures
+from . import golden as golden_files
+from . import policy
+from .features import CANARY
+from .golden import GoldenError
+from .model_table import FLOOR_LANE
+from .status import Cell, Golden, Key
+
+if TYPE_CHECKING:
+    from .model_table import ModelCell
+    from .op_cells import OpCell
+
+SCHEDULE_CODE = ("parity/replay_schedule.py:check", "oracles/schedule_driver.py:Player")
+CANARY_CODE = "parity/canary.py"
+TRACE = ".json.zz"
+
+
+class Listed:
+    """The catalogue of a real checkout. Ops are listed on a CPU; other devices count if run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folder = root / "parity" / "goldens"
+
+    # ---- cells
+
+    def ops(self, name: str) -> Sequence[Cell]:
+        """Every case, dtype and provider of an op that takes such calls."""
+        from .op_cells import expected
+        from .op_table import OPS
+
+        if name not in OPS:
+            return []
+        listed = expected("cpu", f"{OPS[name].feature}/")
+        cells = []
+        for cell in listed:
+            if cell.refused:
+                continue
+            found = Cell(
+                *(cell.feature, cell.case_name, cell.provider, cell.device, "eager"),
+                kind="op",
+                golden=f"ops/{cell.golden}",
+                graded=True,
+                command=f"vllmx parity replay {OPS[name].feature}/",
+            )
+            self._op_cells[found.key] = cell
+            cells.append(found)
+        return cells
+
+    def models(self, name: str) -> Sequence[Cell]:
+        """Every mode of a model that has goldens, with each provider."""
+        from .model_table import GOLDEN_LANE, expected
+
+        cells = []
+        for cell in expected(f"model.{name}"):
+            if cell.entry.name != name:
+                continue
+            found = Cell(
+                *(cell.feature, "forced", cell.provider, "cpu", cell.mode),
+                kind="model",
+                golden=f"models/{cell.entry.golden(GOLDEN_LANE)}",
+                graded=True,
+                command=f"vllmx parity replay {cell.feature}",
+            )
+            self._model_cells[found.key[:3]] = cell
+            cells.append(found)
+        return cells
+
+    def schedule(self, kind: str) -> Sequence[Cell]:
+        """A cell for each trace of `kind`; of all kinds for `*`."""
+        return [
+            Cell(
+                *("schedule", name, "vllmx", "cpu", "replay"),
+                kind="schedule",
+                golden=f"schedule/{name}",
+                command="vllmx parity collect sched",
+            )
+            for name in self._traces
+            if kind in ("*", name.rpartition("-")[0])
+        ]
+
+    def canary(self) -> Sequence[Cell]:
+        """The planted fault."""
+        command = f"vllmx parity collect {CANARY}"
+        return [Cell(CANARY, "planted", "torch", "cpu", "eager", "canary", command=command)]
+
+    # ---- goldens
+
+    def goldens(self) -> Mapping[str, Golden]:
+        """What lies in parity/goldens, by name; files that no case expects are problems."""
+        found = dict(self._op_goldens()) | dict(self._model_goldens())
+        for path in sorted((self.folder / "schedule").glob("*")):
+            name = f"schedule/{path.name.removesuffix(TRACE)}"
+            found[name] = Golden(_sha(path), self._trace_problem(path))
+        return found
+
+    def _op_goldens(self) -> Iterator[tuple[str, Golden]]:
+        from .calibrate import Floors
+
+        folder = self.folder / "ops"
+        if not folder.is_dir():
+            return
+        try:
+            index, floors = golden_files.read_index(folder), Floors(folder)
+        except GoldenError as error:
+            yield "ops", Golden("", str(error))
+            return
+        for name in golden_files.files(folder):
+            path = folder / name
+            sha = _sha(path)
+            problem = _problem(path, sha, index.get(name))
+            yield f"ops/{name}", Golden(sha, problem, name in floors.entries)
+        for name in golden_files.strays(folder, self.expected_op_goldens()):
+            yield f"ops/{name}", Golden("", "no case expects it")
+
+    def _model_goldens(self) -> Iterator[tuple[str, Golden]]:
+        from .model_table import LANES, MODELS
+
+        folder = self.folder / "models"
+        if not folder.is_dir():
+            return
+        try:
+            index = golden_files.read_index(folder)
+        except GoldenError as error:
+            yield "models", Golden("", str(error))
+            return
+        wanted = {entry.golden(lane) for entry in MODELS.values() for lane in LANES}
+        for name in golden_files.files(folder):
+            path = folder / name
+            sha = _sha(path)
+            other = path.with_name(f"{FLOOR_LANE}.safetensors")
+            yield (
+                f"models/{name}",
+                Golden(sha, _problem(path, sha, index.get(name)), other.is_file()),
+            )
+        for name in golden_files.strays(folder, wanted):
+            yield f"models/{name}", Golden("", "no model expects this file")
+
+    def expected_op_goldens(self) -> set[str]:
+        """The goldens that the cases of the ops ask for, relative to goldens/ops."""
+        from .op_cells import expected
+
+        return {cell.golden for cell in expected("cpu")}
+
+    def _trace_problem(self, path: Path) -> str:
+        from oracles.schedule_driver import unpack
+
+        if path.name.removesuffix(TRACE) not in self._traces:
+            return "no trace has this name"
+        try:
+            unpack(path.read_bytes())
+        except (ValueError, KeyError, TypeError) as error:
+            return f"damaged: {error}"
+        return ""
+
+    # ---- code and limits
+
+    def closure(self, cell: Cell) -> Mapping[str, str] | None:
+        """The closure of the code that a cell runs."""
+        if cell.kind == "op":
+            return self._op_closure(cell)
+        if cell.kind == "model":
+            return self._model_closure(cell)
+        return self._closures.get(cell.kind)
+
+    def policy_sha(self) -> str:
+        """sha256 of the limits."""
+        return policy.load(self.root / "parity" / policy.POLICY.name).sha256
+
+    def _op_closure(self, cell: Cell) -> Mapping[str, str] | None:
+        from .op_replay import closure_of
+
+        listed = self._op_cells.get(cell.key)
+        if listed is None:  # evidence of another device runs the same code
+            listed = self._op_cells.get((*cell.key[:3], "cpu", cell.mode))
+        return None if listed is None else closure_of(listed)
+
+    def _model_closure(self, cell: Cell) -> Mapping[str, str] | None:
+        from .model_replay import closure_of
+
+        listed = self._model_cells.get(cell.key[:3])
+        return None if listed is None else closure_of(listed)
+
+    @cached_property
+    def _model_cells(self) -> dict[tuple[str, ...], ModelCell]:
+        return {}
+
+    @cached_property
+    def _op_cells(self) -> dict[Key, OpCell]:
+        return {}
+
+    @cached_property
+    def _traces(self) -> list[str]:
+        from .schedule_traces import specs
+
+        return [spec["name"] for spec in specs()]
+
+    @cached_property
+    def _closures(self) -> dict[str, Mapping[str, str]]:
+        found: dict[str, Mapping[str, str]] = {}
+        if all((self.root / closures.path_of(symbol)).is_file() for symbol in SCHEDULE_CODE):
+            found["schedule"] = closures.closure(SCHEDULE_CODE, root=self.root)
+        if (self.root / CANARY_CODE).is_file():
+            # Not what it calls: a change there must not hide that it is red.
+            sha = _sha(self.root / CANARY_CODE)
+            found["canary"] = {"fine": sha, "coarse": sha}
+        return found
+
+
+def _problem(path: Path, sha: str, indexed: str | None) -> str:
+    """Why a golden of an op can't be used; empty if it can."""
+    try:
+        golden_files.read(path)
+    except GoldenError as error:
+        return f"damaged: {error}"
+    if indexed is None:
+        return "the index does not know it"
+    return "" if sha == indexed else "not the file that the index knows"
+
+
+def _sha(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

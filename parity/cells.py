@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The needs of a feature, spelt out: each thing that evidence has to show is one cell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from .features import CANARY, Declared
+from .status import Cell, Feature, Golden
+
+PYTEST = "pytest"
+UPSTREAM = "upstream-tests"
+
+
+class Catalogue(Protocol):
+    """What there is to be shown of ops, models and the scheduler."""
+
+    def ops(self, name: str) -> Sequence[Cell]:
+        """The cells of an op of the op table; none if there is no such op."""
+
+    def models(self, name: str) -> Sequence[Cell]:
+        """The cells of a model; none if no golden is asked for."""
+
+    def schedule(self, kind: str) -> Sequence[Cell]:
+        """The cells of a kind of scheduler trace, of all for `*`."""
+
+    def canary(self) -> Sequence[Cell]:
+        """The planted fault."""
+
+    def goldens(self) -> Mapping[str, Golden]:
+        """What goldens there are, by name."""
+
+    def closure(self, cell: Cell) -> Mapping[str, str] | None:
+        """The closure of the code that a cell runs; None if there is none."""
+
+    def policy_sha(self) -> str:
+        """sha256 of the limits."""
+
+
+def spell_out(declared: Declared, catalogue: Catalogue, root: Path) -> Feature:
+    """`declared` with its files looked up and its needs as cells, each once."""
+    files, absent = ours(declared, root)
+    cells: dict[tuple[str, ...], Cell] = {}
+    for kind, names in declared.needs.items():
+        for name in names:
+            for cell in _cells(declared.id, kind, name, catalogue):
+                cells.setdefault(cell.key, cell)
+    if declared.id == CANARY:
+        cells |= {cell.key: cell for cell in catalogue.canary()}
+    return Feature(
+        *(declared.id, declared.tier, declared.title, declared.upstream),
+        *(files, absent, declared.lacks, tuple(cells.values())),
+    )
+
+
+def ours(declared: Declared, root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(files, globs that no file matches) of `declared.ours`, relative to the root."""
+    files: set[str] = set()
+    absent = []
+    for pattern in declared.ours:
+        found = [path for path in root.glob(pattern) if path.is_file()]
+        files |= {path.relative_to(root).as_posix() for path in found}
+        if not found:
+            absent.append(pattern)
+    return tuple(sorted(files)) or tuple(absent), tuple(absent)
+
+
+def _cells(feature: str, kind: str, name: str, catalogue: Catalogue) -> Sequence[Cell]:
+    if kind == "tests":
+        command = f"vllmx parity collect {feature}"
+        return [Cell(feature, name, "vllmx", "cpu", PYTEST, "test", command=command)]
+    if kind == "upstream":
+        command = f"vllmx parity upstream-tests --select {name.split('::')[0]}"
+        return [Cell(feature, name, "vllmx", "cpu", UPSTREAM, "upstream", command=command)]
+    listed = {"ops": catalogue.ops, "models": catalogue.models, "schedule": catalogue.schedule}
+    # A name that stands for nothing is a cell that nothing can show.
+    nothing = Cell(f"{kind}.{name}", "", "", "cpu", "", kind, golden=f"{kind}/{name}")
+    return list(listed[kind](name)) or [nothing]

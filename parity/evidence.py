@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evidence: what a run has shown, one JSON row a cell, in files that are only ever added to.
+
+A row is a plain dict:
+
+    schema      1
+    id          sha256 of the rest, canonical JSON
+    feature     "op.rms_norm", "model.smollm2-135m", "sched.fcfs", ...
+    case        "tinyvar/bf16"; what of the feature was looked at
+    provider    "torch", "cpu", "sdpa", ...; "vllmx" where there is no choice
+    device      {"name": "cpu", ...}
+    mode        "eager", "bs1", "chunked", "graph", ...
+    golden_sha  sha256 of the golden's file; "" where the expectation is a test, not a golden
+    closure     {"fine": sha256, "coarse": sha256} of what ran (parity/closure.py)
+    policy_sha  sha256 of the limits (parity/policy.yaml)
+    oracle      {"name", "version", "lane"} that the golden names
+    verdict     pass | fail | error | skip | invalid | retract
+    checks      {name: {"measured", "limit", "headroom"}}; headroom = limit / measured
+    teeth       {wrong copy: caught}; an exact case has them too
+    proof       {"selected": provider that ran, "calls": n, ...}
+    run         {"git", "dirty", "python", "torch", "numpy", ...}
+    seconds     float
+    ts          "2026-01-01T00:00:00Z"
+
+and `reason` where the verdict is not pass. A `retract` row names the row it withdraws in
+`retracts` and the issue that says why in `reason`; nothing else takes back a failure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+ROOT = Path(__file__).resolve().parents[1]
+EVIDENCE = Path(__file__).resolve().parent / "evidence"
+VERDICTS = ("pass", "fail", "error", "skip", "invalid", "retract")
+FIELDS = {
+    "schema": int,
+    "id": str,
+    "feature": str,
+    "case": str,
+    "provider": str,
+    "device": dict,
+    "mode": str,
+    "golden_sha": str,
+    "closure": dict,
+    "policy_sha": str,
+    "oracle": dict,
+    "verdict": str,
+    "checks": dict,
+    "teeth": dict,
+    "proof": dict,
+    "run": dict,
+    "seconds": float,
+    "ts": str,
+}
+OPTIONAL = {"reason": str, "retracts": str, "details": dict}
+OUTPUTS = ("parity/evidence/", "reports/")
+"""What runs write themselves: a change there doesn't make a tree dirty."""
+LIBRARIES = ("torch", "numpy", "triton")
+
+Row = dict[str, Any]
+
+
+class EvidenceError(ValueError):
+    """A row or a file of evidence that can't be believed."""
+
+
+def canonical(value: Any) -> bytes:
+    """JSON with sorted keys and no spaces; NaN and infinities are refused."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.encode()
+
+
+def row_id(row: Row) -> str:
+    """sha256 of all fields but `id`."""
+    return hashlib.sha256(canonical({k: v for k, v in row.items() if k != "id"})).hexdigest()
+
+
+def make_row(**fields: Any) -> Row:
+    """A row of `fields`, with schema, time and id; EvidenceError where a field is missing."""
+    row: Row = {"schema": SCHEMA, "ts": now(), "policy_sha": "", "teeth": {}, **fields}
+    row["seconds"] = float(row.get("seconds", 0.0))
+    row["id"] = row_id(row)
+    check(row)
+    return row
+
+
+def check(row: Row) -> None:
+    """EvidenceError unless `row` has every field, of its type, and the id of its content."""
+    known = FIELDS | OPTIONAL
+    if missing := FIELDS.keys() - row.keys():
+        raise EvidenceError(f"a row lacks {', '.join(sorted(missing))}")
+    if unknown := row.keys() - known.keys():
+        raise EvidenceError(f"a row has unknown fields {', '.join(sorted(unknown))}")
+    for name, value in row.items():
+        if type(value) is not known[name]:
+            raise EvidenceError(f"{name} is {type(value).__name__}, not {known[name].__name__}")
+    if row["schema"] != SCHEMA:
+        raise EvidenceError(f"schema {row['schema']}, not {SCHEMA}")
+    if row["verdict"] not in VERDICTS:
+        raise EvidenceError(f"verdict {row['verdict']!r} is none of {', '.join(VERDICTS)}")
+    if row["verdict"] != "pass" and not row.get("reason"):
+        raise EvidenceError(f"a row of verdict {row['verdict']} needs its reason")
+    if row["verdict"] == "retract" and not row.get("retracts"):
+        raise EvidenceError("a retract row needs the id that it retracts")
+    if row_id(row) != row["id"]:
+        raise EvidenceError(f"row {row['id'][:12]} was changed after it was written")
+
+
+def append(rows: Iterable[Row], folder: Path = EVIDENCE) -> Path:
+    """Write `rows` as one new file of `folder`, whole or not at all; returns its path.
+
+    EvidenceError for no rows at all: a run that showed nothing must not look like one that did.
+    """
+    listed = list(rows)
+    if not listed:
+        raise EvidenceError("no rows: a run that looked at nothing is no evidence")
+    for row in listed:
+        check(row)
+    text = b"".join(canonical(row) + b"\n" for row in listed)
+    stamp = listed[0]["ts"].replace(":", "").replace("-", "")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{stamp}-{hashlib.sha256(text).hexdigest()[:8]}.jsonl"
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_bytes(text)
+    os.replace(partial, path)
+    return path
+
+
+def load(folder: Path = EVIDENCE) -> list[Row]:
+    """All rows of `folder`, oldest file first; EvidenceError on a damaged or changed line."""
+    rows: list[Row] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                row = json.loads(line)
+                check(row)
+            except (ValueError, AttributeError) as error:
+                raise EvidenceError(f"{path.name}:{number}: {error}") from error
+            rows.append(row)
+    return rows
+
+
+def now() -> str:
+    """The time, UTC, to the second."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def run_facts(root: Path = ROOT) -> dict[str, Any]:
+    """What the `run` field says: commit, whether the tree differs from it, versions, machine type.
+
+    A folder that is no git checkout counts as dirty: nothing says what ran.
+    """
+    head = _git(root, "rev-parse", "HEAD")
+    changed = _git(root, "status", "--porcelain", "--untracked-files=normal")
+    return {
+        "git": head or "",
+        "dirty": head is None or changed is None or bool(dirty_paths(changed)),
+        "python": platform.python_version(),
+        "machine": f"{sys.platform}-{platform.machine()}",
+        **{name: _version(name) for name in LIBRARIES},
+    }
+
+
+def dirty_paths(porcelain: str) -> list[str]:
+    """Paths that `git status --porcelain` lists, without those that runs write."""
+    paths = [line[3:].split(" -> ")[-1].strip('"') for line in porcelain.splitlines() if line]
+    return [path for path in paths if not path.startswith(OUTPUTS)]
+
+
+def headroom(measured: float, limit: float) -> float:
+    """limit / measured, at most 1e6; 0 where a limit of 0 is broken."""
+    if measured <= 0:
+        return 1e6
+    return min(limit / measured, 1e6)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, timeout=30
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.rstrip("\n") if done.returncode == 0 else None
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vllmx asked the questions of a model's golden, in each of the ways that an engine batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from oracles.sketch import sketch
+from vllmx import LLM, SamplingParams
+from vllmx.config import finalize
+from vllmx.engine.arg_utils import engine_args_to_config
+
+from .checkpoints import tiny_folder
+from .model_gate import Ours
+from .model_golden import Scores
+from .model_table import PROVIDERS, SKETCH_TOKENS, ModelEntry
+
+LIST = 64
+"""How many of our log-probabilities are asked for: the oracle's 32 are nearly always among them."""
+CHUNK = 48
+"""Tokens a step in the modes that cut prompts; no multiple of a block."""
+LONGEST = 1024
+
+
+def build(entry: ModelEntry, provider: str, device: str, chunked: bool) -> LLM:
+    """An engine for the model: whole prompts and no cache, or cut ones and prefix caching."""
+    model = str(tiny_folder(entry)) if entry.tiny else entry.name
+    run = engine_args_to_config(
+        model=model,
+        max_model_len=LONGEST,
+        max_logprobs=LIST,
+        enable_prefix_caching=chunked,
+        skip_tokenizer_init=True,
+        **({"max_num_batched_tokens": CHUNK, "max_num_seqs": 16} if chunked else {}),
+    )
+    run.kernel.default_priority = list(PROVIDERS[provider])
+    run.device.device = device
+    run.device.num_threads = 1  # the order of a sum must not depend on the machine
+    run.load.use_tqdm_on_load = False
+    return LLM(config=finalize(run))
+
+
+def scored(llm: LLM, want: Scores, one_by_one: bool) -> Ours:
+    """Our scores of every position, all sequences at once or each alone."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=LIST, detokenize=False)
+    rows = _Rows()
+    groups = [[s] for s in want.sequences] if one_by_one else [want.sequences]
+    position = 0
+    for group in groups:
+        for sequence, output in zip(group, _generate(llm, group, params)):
+            assert output.prompt_logprobs is not None
+            for following, entries in zip(sequence[1:], output.prompt_logprobs[1:], strict=True):
+                rows.add(position, entries, following)
+                position += 1
+    return rows.ours()
+
+
+def decoded(llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int) -> Ours:
+    """Our scores at the tokens that we generate, as long as they are the golden's.
+
+    The position where a sequence first differs is the last of it: there, too, both saw the same.
+    """
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, logprobs=LIST, ignore_eos=True, detokenize=False
+    )
+    rows = _Rows()
+    for index, output in enumerate(_generate(llm, prompts, params)):
+        sequence = want.sequences[index]
+        completion = output.outputs[0]
+        assert completion.logprobs is not None
+        start = len(prompts[index])
+        for step, (token, entries) in enumerate(zip(completion.token_ids, completion.logprobs)):
+            following = sequence[start + step]
+            rows.add(want.first_position(index) + start + step - 1, entries, following)
+            if token != following:
+                break
+    return rows.ours()
+
+
+def _generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+
+
+class _Rows:
+    def __init__(self) -> None:
+        self.where: list[int] = []
+        self.ids: list[list[int]] = []
+        self.val: list[list[float]] = []
+        self.next: list[float] = []
+
+    def add(self, position: int, entries: Any, following: int) -> None:
+        ranked = sorted(entries.items(), key=lambda item: -item[1].logprob)[:LIST]
+        self.where.append(position)
+        self.ids.append([token for token, _ in ranked])
+        self.val.append([entry.logprob for _, entry in ranked])
+        found = entries.get(following)
+        self.next.append(found.logprob if found is not None else ranked[-1][1].logprob)
+
+    def ours(self) -> Ours:
+        return Ours(
+            np.array(self.where),
+            np.array(self.ids),
+            np.array(self.val, dtype=np.float64),
+            np.array(self.next, dtype=np.float64),
+        )
+
+
+def model_of(llm: LLM) -> Any:
+    """The model inside an engine of this process."""
+    core: Any = llm.llm_engine.engine_core
+    return core.engine_core.model_executor.driver_worker.model_runner.model
+
+
+@contextmanager
+def tapped(llm: LLM, graft: np.ndarray | None = None) -> Iterator[list[np.ndarray]]:
+    """Collects hidden state plus residual before the first layer and after each, as float32.
+
+    `graft`, float32 [layers + 1, tokens, hidden]: what every layer is given in place of what came
+    out of the one before it, so that a layer's error is its own.
+    """
+    seen: list[np.ndarray] = []
+    layers = model_of(llm).model.layers
+
+    def stream(hidden: Any, residual: Any) -> torch.Tensor:
+        return hidden.detach().clone() if residual is None else hidden + residual
+
+    def before(index: int) -> Any:
+        def hook(module: Any, args: tuple[Any, ...]) -> Any:
+            positions, hidden, residual = args
+            if index == 0:
+                seen.append(stream(hidden, residual).float().cpu().numpy())
+            if graft is None:
+                return None
+            given = torch.from_numpy(graft[index]).to(hidden)
+            none = None if residual is None else torch.zeros_like(given)
+            return positions, given, none
+
+        return hook
+
+    def after(module: Any, args: tuple[Any, ...], output: tuple[Any, Any]) -> None:
+        seen.append(stream(*output).float().cpu().numpy())
+
+    handles = [layer.register_forward_pre_hook(before(i)) for i, layer in enumerate(layers)]
+    handles += [layer.register_forward_hook(after) for layer in layers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def streams(llm: LLM, sequence: list[int], graft: np.ndarray | None = None) -> list[np.ndarray]:
+    """The stream of one sequence computed alone: [tokens, hidden] before and after each layer."""
+    with tapped(llm, graft) as seen:
+        _generate(llm, [sequence], SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
+    return seen
+
+
+def sketches(llm: LLM, sequence: list[int]) -> np.ndarray:
+    """float32 [layers, rows, 64], as a golden's `stream`."""
+    rows = streams(llm, sequence)
+    return np.stack([sketch(layer[-SKETCH_TOKENS:]) for layer in rows[1:]])

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far a model may be from the oracle's, with the same tokens forced on both.
+
+Every limit is a multiple of the floor, which is how far two oracles are from each other, or the
+smallest amount that is worth a word for the arithmetic in use (policy.yaml, `models`), whichever is
+more. Rare faults hide from means and percentiles: hence the count of large differences. A flip of
+the most likely token is a fault only if both sides were sure of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .compare import Check
+from .model_golden import Scores
+from .policy import ModelLimits
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Our scores at the positions of `where` among the golden's.
+
+    ids, val: [n, K'] most likely first; next: [n], log-probability of the token that follows.
+    """
+
+    where: np.ndarray
+    ids: np.ndarray
+    val: np.ndarray
+    next: np.ndarray
+
+    def at(self, ids: np.ndarray) -> np.ndarray:
+        """Our log-probabilities of `ids` [n, K]; NaN for one that is not among ours."""
+        same = ids[:, :, None] == self.ids[:, None, :]
+        found = np.where(same, self.val[:, None, :], -np.inf).max(axis=2)
+        return np.where(same.any(axis=2), found, np.nan)
+
+
+def binomial_bound(n: int, rate: float) -> int:
+    """The count that a binomial of `n` and `rate` exceeds with probability below 0.1%."""
+    total, probability = 0.0, (1.0 - rate) ** n
+    for count in range(n + 1):
+        total += probability
+        if total >= 0.999:
+            return count
+        probability *= (n - count) / (count + 1) * rate / max(1.0 - rate, 1e-12)
+    return n
+
+
+def judge(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[str, Check]:
+    """The checks of G1 to G7 over the positions that `got` has."""
+    at = got.where
+    ids, val = want.ids[at], want.val[at]
+    ours = got.at(ids)
+    differences = np.abs(ours - val)
+    floors = np.abs(floor.val[at] - val)
+    top_difference, top_floor = differences[:, 0], floors[:, 0]
+    n = len(at)
+
+    checks: dict[str, Check] = {}
+    missing = int(np.isnan(ours).sum())
+    checks["missing"] = Check(float(missing), float(limits.missing * ids.size))
+    seen = differences[~np.isnan(ours)]
+    checks["finite"] = Check(float(not np.isfinite(got.val[:, 0]).all() or not len(seen)), 0.0)
+    if checks["finite"].measured:
+        return checks
+    mean_limit = max(limits.mean_factor * float(floors.mean()), limits.mean)
+    checks["mean"] = Check(float(seen.mean()), mean_limit)
+    p99_floor = float(np.quantile(top_floor, 0.99))
+    p99_limit = max(limits.p99_factor * p99_floor, limits.p99)
+    known = top_difference[~np.isnan(top_difference)]
+    checks["p99"] = Check(float(np.quantile(known, 0.99)) if len(known) else math.inf, p99_limit)
+    large = max(4 * p99_floor, limits.p99)
+    floor_count = int((top_floor > large).sum())
+    count = int((np.nan_to_num(top_difference, nan=np.inf) > large).sum())
+    checks["exceedance"] = Check(float(count), float(max(binomial_bound(n, floor_count / n), 1)))
+    checks |= _flips(want, floor, got, limits)
+    checks["next"] = Check(float(np.abs(got.next - want.next[at]).mean()), mean_limit)
+    kl_ours, kl_golden = _kl(floor.val[at], ours), _kl(floor.val[at], val)
+    paired = kl_ours - kl_golden
+    spread = float(paired.std()) / math.sqrt(max(n, 1))
+    checks["kl"] = Check(max(float(paired.mean()), 0.0), 2 * spread + limits.mean**2)
+    return checks
+
+
+def _flips(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[str, Check]:
+    """Exact share, flips that no near tie excuses, and how many are excused."""
+    at = got.where
+    n = len(at)
+    mine, theirs = got.ids[:, 0], want.top[at]
+    flipped = np.flatnonzero(mine != theirs)
+    floor_rate = float((floor.top[at] != theirs).mean()) if n else 0.0
+    unexcused = 0
+    for i in flipped:
+        row = at[i]
+        place = np.flatnonzero(want.ids[row] == mine[i])
+        # An id beyond the oracle's list is less likely than the last that is on it.
+        oracle = float(want.val[row][place[0]] if len(place) else want.val[row][-1])
+        oracle_margin = float(want.val[row][0]) - oracle
+        own = got.ids[i] == theirs[i]
+        own_margin = float(got.val[i, 0] - got.val[i][own][0]) if own.any() else math.inf
+        cap = 0.30 + 0.35 * -float(want.val[row][0])
+        unexcused += min(oracle_margin, own_margin) > min(limits.tie, cap)
+    excused = len(flipped) - unexcused
+    share = 1.0 - len(flipped) / max(n, 1)
+    wanted = max(0.95, 1.0 - floor_rate - 0.02)
+    return {
+        "flips": Check(float(unexcused), 0.0),
+        "ties": Check(float(excused), float(binomial_bound(n, max(floor_rate, 1 / n)))),
+        "unlike": Check(1.0 - share, 1.0 - wanted),
+    }
+
+
+def _kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """KL(p || q) over the ids that both have, one bucket for the rest; [n]."""
+    known = ~np.isnan(q)
+    left, right = np.where(known, p, -np.inf), np.where(known, q, -np.inf)
+    mass_p, mass_q = np.exp(left).sum(1), np.exp(right).sum(1)
+    inside = np.where(known, np.exp(left) * (np.where(known, p - q, 0.0)), 0.0).sum(1)
+    rest_p, rest_q = np.clip(1 - mass_p, 1e-9, 1), np.clip(1 - mass_q, 1e-9, 1)
+    return inside + rest_p * np.log(rest_p / rest_q)
+
+
+def stream_errors(want: np.ndarray, got: np.ndarray) -> np.ndarray:
+    """Relative distance of sketches [layers, rows, 64], one number a layer."""
+    size = np.sqrt((want.astype(np.float64) ** 2).sum(axis=(1, 2)))
+    apart = np.sqrt(((want.astype(np.float64) - got) ** 2).sum(axis=(1, 2)))
+    return apart / np.maximum(size, 1e-12)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cells of whole models: run ours in each mode, judge it against the golden, and say so in rows."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import closure, evidence, golden, policy
+from .evidence import Row, make_row
+from .golden import GoldenError
+from .model_gate import judge, stream_errors
+from .model_golden import Scores, load, weights_sha
+from .model_table import GOLDEN_LANE, MODELS, ModelCell, ModelEntry
+from .oracle_process import OracleBlocked
+
+CODE = (
+    "vllmx/worker/model_runner.py",
+    "vllmx/attention/backends",
+    "vllmx/kernels",
+    "vllmx/ir",
+    "vllmx/layers",
+    "vllmx/model_loader/weights.py",
+    "vllmx/model_loader/loader.py",
+)
+"""What runs a model, beside the model's own file."""
+JUDGES = ("parity/model_gate.py:judge", "parity/model_engine.py")
+
+
+def closure_of(cell: ModelCell) -> dict[str, str]:
+    """The closure of a cell: the model, what runs it, and what judges it."""
+    family = cell.entry.name.removeprefix("tiny-")
+    return dict(_closure({"smollm2-135m": "llama", "gemma3-270m": "gemma3"}.get(family, family)))
+
+
+@functools.cache
+def _closure(module: str) -> dict[str, str]:
+    root = closure.ROOT
+    files: list[str] = []
+    for name in CODE:
+        path = root / name
+        found = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        files += [p.relative_to(root).as_posix() for p in found if p.name != "__init__.py"]
+    return closure.closure([f"vllmx/models/{module}.py", *files, *JUDGES], sources=_sources())
+
+
+@functools.cache
+def _sources() -> closure.Sources:
+    return closure.Sources(closure.ROOT)
+
+
+class ModelLane:
+    """Replays cells of models on one device."""
+
+    def __init__(self, device: str = "cpu", folder: Path = golden.MODELS) -> None:
+        self.device = device
+        self.folder = folder
+        self.policy = policy.load()
+        self.run = evidence.run_facts()
+
+    def rows(self, cells: Iterable[ModelCell]) -> Iterator[Row]:
+        """A row for every cell, whatever comes of it; cells of one engine share it."""
+
+        def engine(cell: ModelCell) -> tuple[str, str, bool]:
+            return cell.entry.name, cell.provider, cell.mode in ("chunked", "prefix")
+
+        for (name, provider, chunked), group in groupby(sorted(cells, key=engine), engine):
+            listed = list(group)
+            try:
+                yield from self._judged(MODELS[name], provider, chunked, listed)
+            except OracleBlocked as error:
+                yield from (self._row(cell, "skip", str(error)) for cell in listed)
+            except GoldenError as error:
+                yield from (self._row(cell, "invalid", str(error)) for cell in listed)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"
+                yield from (self._row(cell, "error", reason) for cell in listed)
+
+    def _judged(
+        self, entry: ModelEntry, provider: str, chunked: bool, cells: list[ModelCell]
+    ) -> Iterator[Row]:
+        from .model_engine import build
+
+        want, floor = load(entry, self.folder)
+        if weights_sha(entry) != want.facts["args"]["weights_sha256"]:
+            raise GoldenError(f"{entry.name}: the weights here are not those of the golden")
+        llm = build(entry, provider, self.device, chunked)
+        try:
+            for cell in cells:
+                yield self._one(cell, llm, want, floor)
+        finally:
+            llm.shutdown()
+
+    def _one(self, cell: ModelCell, llm: Any, want: Scores, floor: Scores) -> Row:
+        from .model_engine import decoded, scored, sketches
+
+        started = time.monotonic()
+        limits = self.policy.models[cell.provider]
+        prompts = cell.entry.prompts()
+        count = cell.entry.max_tokens
+        details: dict[str, Any] = {}
+        checks: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
+        if cell.mode == "prefix":
+            decoded(llm, want, prompts, 1)  # fills the cache that the next call reads
+        if cell.mode == "bs1":
+            parts["prefill"] = scored(llm, want, one_by_one=True)
+            errors = stream_errors(want.stream, sketches(llm, want.sequences[-1]))
+            floors = stream_errors(want.stream, floor.stream)
+            details["layers"] = [round(float(e), 9) for e in errors]
+            details["floor_layers"] = [round(float(e), 9) for e in floors]
+            over = [i for i, e in enumerate(errors) if e > max(2 * floors[i], limits.stream)]
+            if over:
+                details["drift"] = f"stream of layer {over[0]}"
+        elif cell.mode != "prefix":
+            parts["prefill"] = scored(llm, want, one_by_one=False)
+        if cell.mode != "bs1":
+            parts["decode"] = decoded(llm, want, prompts, count)
+        for part, ours in parts.items():
+            checks |= {f"{part}.{k}": c for k, c in judge(want, floor, ours, limits).items()}
+            details[f"{part}.positions"] = len(ours.where)
+        failed = [name for name, check in checks.items() if not check.ok]
+        reason = "; ".join(
+            f"{name} {checks[name].measured:.3g}, {checks[name].limit:.3g} allowed"
+            for name in failed
+        )
+        return self._row(
+            cell,
+            "fail" if failed else "pass",
+            reason,
+            checks={name: check.as_dict() for name, check in checks.items()},
+            oracle={k: str(want.facts["oracle"][k]) for k in ("name", "version", "lane")},
+            golden_sha=want.sha256,
+            teeth=_teeth(want, floor, limits),
+            proof=_proof(llm),
+            seconds=round(time.monotonic() - started, 3),
+            details=details,
+        )
+
+    def _row(self, cell: ModelCell, verdict: str, reason: str, **facts: Any) -> Row:
+        row: dict[str, Any] = {
+            "golden_sha": "",
+            "oracle": {"name": "", "version": "", "lane": GOLDEN_LANE},
+            "checks": {},
+            "proof": {"selected": "", "calls": 0},
+            **facts,
+        }
+        if reason:
+            row["reason"] = reason
+        return make_row(
+            **row,
+            feature=cell.feature,
+            case="forced",
+            provider=cell.provider,
+            mode=cell.mode,
+            verdict=verdict,
+            closure=closure_of(cell),
+            device={"name": self.device, "isa": torch.backends.cpu.get_cpu_capability()},
+            policy_sha=self.policy.sha256,
+            run=self.run,
+        )
+
+
+def _proof(llm: Any) -> dict[str, Any]:
+    """Which provider served each op of the model."""
+    core = llm.llm_engine.engine_core
+    choices = core.engine_core.model_executor.driver_worker.model_runner.ops.choices
+    return {"selected": {name: choice.provider for name, choice in sorted(choices.items())}}
+
+
+def _teeth(want: Scores, floor: Scores, limits: Any) -> dict[str, bool]:
+    """Whether the gate refuses plainly wrong copies of the golden: shifted, scaled, one in 200."""
+    import numpy as np
+
+    from .model_gate import Ours
+
+    every = np.arange(len(want.next))
+    rare = want.val.astype(np.float64).copy()
+    rare[:: len(every) // 5, 0] -= 2.0
+    copies = {
+        "shifted": Ours(every, np.roll(want.ids, 1, 0), np.roll(want.val, 1, 0), want.next),
+        "scaled": Ours(every, want.ids, want.val * 1.1, want.next * 1.1),
+        "rare": Ours(every, want.ids, rare, want.next),
+    }
+    return {
+        name: any(not check.ok for check in judge(want, floor, copy, limits).values())
+        for name, copy in copies.items()
+    }

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The models that have goldens, and the sequences each of them is asked.
+
+A few prompts are continued greedily by the oracle, and stand for decoding; sequences of random ids
+around the lengths at which blocks, chunks and windows end stand for prefill. Together at least 816
+positions, the number at which a fault on one position in two hundred is rarely missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .inputs import Maker
+
+LANES = {"vllm-cpu-f32": "vllm_model", "hf-cpu-f32": "hf_model"}
+"""Lane -> oracle. The first gives the golden, the second its floor."""
+GOLDEN_LANE, FLOOR_LANE = LANES
+TOP_K = 32
+SKETCH_TOKENS = 8
+POSITIONS = 816
+MODES = ("bs1", "batch", "chunked", "prefix")
+PROVIDERS = {"torch": ["torch"], "auto": []}
+"""Provider of a cell -> kernel.default_priority: every op by its definition, or what is default."""
+
+TEXT = {
+    "smollm2-135m": [
+        [504, 3575, 282, 4649, 314],
+        [1604, 3987, 46477, 24, 94, 727, 198],
+        [6403, 1980, 253, 655, 28, 281, 253, 1165, 6560, 411, 260, 3426, 28],
+        [12615, 36411, 418],
+        [6106, 1296, 2925, 282, 253, 1941, 14194, 42, 198, 33, 30],
+        [504, 2365, 6354, 16438],
+        [788, 216, 33, 41, 38, 41, 28, 260, 808, 2973],
+        [65, 42, 1812, 314, 216, 33, 34, 1711, 216, 33, 34, 47, 198, 49, 42],
+    ],
+    "gemma3-270m": [
+        [2, 818, 5279, 529, 7001, 563],
+        [2, 2063, 10779, 78113, 236769, 236749, 1473, 107],
+        [2, 14946, 3324, 496, 990, 236764, 528, 496, 1944, 9744, 684, 506, 5442, 236764],
+        [2, 17390, 104264, 657],
+        [2, 1613, 1806, 6178, 529, 496, 3627, 13758, 236787, 107, 236770, 236761],
+        [2, 818, 3823, 8864, 37423],
+        [2, 902, 236743, 236770, 236819, 236825, 236819, 236764, 506, 1171, 14464],
+        [
+            2,
+            236935,
+            236787,
+            2900,
+            563,
+            236743,
+            236770,
+            236778,
+            2782,
+            236743,
+            236770,
+            236778,
+            236881,
+        ],
+    ],
+}
+"""Eight beginnings of texts as each tokenizer has them ("The capital of France is", ...)."""
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One model: where its weights come from, and the lengths of its random sequences.
+
+    tiny: seeded weights that oracles/tiny_checkpoint.py writes; else a model of conf/model.
+    """
+
+    name: str
+    vocab_size: int
+    tiny: bool
+    prompt_lengths: tuple[int, ...]
+    forced_lengths: tuple[int, ...]
+    max_tokens: int
+
+    @property
+    def feature(self) -> str:
+        """What evidence rows call it."""
+        return f"model.{self.name}"
+
+    def golden(self, lane: str) -> str:
+        """Path of a lane's golden under goldens/models."""
+        return f"{self.name}/{lane}.safetensors"
+
+    def prompts(self) -> list[list[int]]:
+        """What is continued greedily."""
+        return TEXT.get(self.name) or self._random("prompt", self.prompt_lengths)
+
+    def forced(self) -> list[list[int]]:
+        """What is only scored."""
+        return self._random("forced", self.forced_lengths)
+
+    def job(self, folder: str) -> dict[str, Any]:
+        """The job that the oracle of the golden's lane is given."""
+        return {
+            "folder": folder,
+            "prompts": self.prompts(),
+            "forced": self.forced(),
+            "max_tokens": self.max_tokens,
+            "top_k": TOP_K,
+            "sketch_tokens": SKETCH_TOKENS,
+        }
+
+    def _random(self, name: str, lengths: tuple[int, ...]) -> list[list[int]]:
+        make = Maker("model", self.name, "f32")
+        return [
+            make.integers(f"{name}{i}", 3, self.vocab_size, length).tolist()
+            for i, length in enumerate(lengths)
+        ]
+
+
+REAL = {"tiny": False, "prompt_lengths": (), "forced_lengths": (16, 17, 33, 97, 140)}
+TINY: dict[str, Any] = {
+    "tiny": True,
+    "vocab_size": 1024,
+    "prompt_lengths": (1, 5, 9, 16, 17, 33),
+    "forced_lengths": (15, 16, 17, 49, 130, 257),
+    "max_tokens": 48,
+}
+MODELS = {
+    entry.name: entry
+    for entry in (
+        ModelEntry("smollm2-135m", vocab_size=49152, max_tokens=64, **REAL),
+        ModelEntry("gemma3-270m", vocab_size=262144, max_tokens=64, **REAL),
+        ModelEntry("tiny-llama", **TINY),
+        ModelEntry("tiny-qwen3", **TINY),
+        ModelEntry("tiny-gemma3", **TINY),
+    )
+}
+
+
+@dataclass(frozen=True)
+class ModelCell:
+    """One model, provider and mode."""
+
+    entry: ModelEntry
+    provider: str
+    mode: str
+
+    @property
+    def feature(self) -> str:
+        """What evidence rows call the model."""
+        return self.entry.feature
+
+
+def modes_of(entry: ModelEntry, provider: str) -> tuple[str, ...]:
+    """The modes of a model with a provider.
+
+    The definitions expand a real model's quantised weights on every call: decoding would take
+    minutes, and the tiny models show it.
+    """
+    return ("bs1",) if provider == "torch" and not entry.tiny else MODES
+
+
+def expected(select: str | None = None, provider: str | None = None) -> Iterator[ModelCell]:
+    """Every cell that `select` (prefixes of model.NAME or NAME, by comma) and `provider` leave."""
+    words = [word.strip() for word in select.split(",")] if select else [""]
+    for entry in MODELS.values():
+        if not any(n.startswith(w) for n in (entry.feature, entry.name) for w in words):
+            continue
+        for name in PROVIDERS:
+            if provider in (None, name):
+                yield from (ModelCell(entry, name, mode) for mode in modes_of(entry, name))

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that can be shown on this machine, in one go and within a time box.
+
+    python -m parity.nightly [--minutes 60] [--only replay,collect] [--device cuda]
+
+Each step is a `vllmx parity` command of its own process. The canary goes first: if it isn't found,
+nothing after it counts. A step that fails does not keep the others from running; what the time box
+leaves undone is missing, not passed. Ledger and report are always written at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MEANING = {0: "passed", 1: "failed", 2: "invalid", 3: "blocked", None: "out of time"}
+LAST_SECONDS = 300.0
+"""Kept for ledger and report."""
+MEMORY = "cache.gpu_memory_utilization=0.4"
+"""On a machine whose GPU and CPU share their memory, more of it can take the machine down."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command: its share of the time box, and whether it is part of the short run."""
+
+    name: str
+    arguments: tuple[str, ...]
+    share: float = 1.0
+    short: bool = True
+    on_device: bool = False
+
+
+STEPS = (
+    Step("canary", ("collect", "suite.canary")),
+    Step("budget", ("budget",)),
+    Step("record", ("record", "--check"), 0.2, short=False),
+    Step("replay", ("replay",), 0.4, on_device=True),
+    Step("probe", ("probe",), 0.2, short=False, on_device=True),
+    Step("collect", ("collect",), 0.6),
+    Step("upstream", ("upstream-tests", "output_dir=reports"), 0.6, short=False),
+    Step("mutate", ("mutate",), 0.6, short=False),
+    Step("bisect", ("bisect",), 0.2, short=False, on_device=True),
+)
+ALWAYS = (Step("ledger", ("ledger",)), Step("report", ("report",)))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step; `code` is None if time ran out."""
+
+    step: str
+    code: int | None
+    seconds: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the steps and return the gravest exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--only", default="", help="names of steps, separated by commas")
+    parser.add_argument("--short", action="store_true", help="leave the long steps out")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    options = parser.parse_args(argv)
+    names = [name for name in options.only.split(",") if name]
+    if unknown := set(names) - {step.name for step in STEPS}:
+        parser.error(f"no step {', '.join(sorted(unknown))}")
+    chosen = [s for s in STEPS if (s.name in names if names else s.short or not options.short)]
+    outcomes = run_all(chosen, 60 * options.minutes, options.device)
+    for outcome in outcomes:
+        meaning = MEANING.get(outcome.code, "failed")
+        print(f"{outcome.step:<9} {meaning:<12} {outcome.seconds:.0f} s")
+    return gravest(outcomes)
+
+
+def run_all(steps: Sequence[Step], seconds: float, device: str) -> list[Outcome]:
+    """Run `steps` within `seconds`, then ledger and report."""
+    end = time.monotonic() + seconds
+    outcomes: list[Outcome] = []
+    for step in steps:
+        left = end - time.monotonic() - LAST_SECONDS
+        outcomes.append(run_step(step, min(left, seconds * step.share), device))
+        if step.name == "canary" and outcomes[-1].code != 0:
+            break
+    for step in ALWAYS:
+        outcomes.append(run_step(step, max(end - time.monotonic(), LAST_SECONDS), device))
+    return outcomes
+
+
+def run_step(step: Step, seconds: float, device: str) -> Outcome:
+    """Run one step for at most `seconds`."""
+    started = time.monotonic()
+    if util.find_spec(f"parity.{step.arguments[0].replace('-', '_')}") is None:
+        return Outcome(step.name, 3, 0.0)
+    if seconds <= 0:
+        return Outcome(step.name, None, 0.0)
+    arguments = [*step.arguments]
+    if step.on_device:
+        arguments += [f"device.device={device}", MEMORY]
+    if step.name == "collect":
+        arguments.append(f"minutes={max(seconds / 60 - 1, 0.1):.2f}")
+    print(f"--- vllmx parity {shlex.join(arguments)}", flush=True)
+    command = [sys.executable, "-m", "vllmx", "parity", *arguments]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(_search())}
+    try:
+        code = subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds).returncode
+    except subprocess.TimeoutExpired:
+        return Outcome(step.name, None, time.monotonic() - started)
+    return Outcome(step.name, code, time.monotonic() - started)
+
+
+def gravest(outcomes: Sequence[Outcome]) -> int:
+    """1 if a step failed or died, else 2 if one was invalid or unfinished, else 3 or 0."""
+    codes = {outcome.code for outcome in outcomes}
+    if codes - {0, 2, 3, None}:
+        return 1
+    if codes & {2, None}:
+        return 2
+    return 3 if 3 in codes else 0
+
+
+def _search() -> list[str]:
+    return [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One cell of an op: read its golden, draw its inputs, run ours, compare, and say so in a row."""
+
+from __future__ import annotations
+
+import functools
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import closure, evidence, golden, policy
+from .calibrate import Floors
+from .compare import Check, Floor, Result, compare_exact, compare_float, teeth
+from .dtypes import Array
+from .evidence import Row, make_row
+from .golden import Golden, GoldenError
+from .inputs import Arguments
+from .op_cells import MODE, OpCell, implementation
+from .op_table import EXACT, OWN
+from .torch_calls import Call, Outputs
+from .truth64 import Outputs as Truths
+from .truths import symbols_of, truth_of
+
+NOTHING = {"fine": "", "coarse": ""}
+COMPARISON = ("parity/compare.py:compare_float", "parity/compare.py:compare_exact")
+
+
+class Lane:
+    """Replays cells on one device against the goldens of one folder."""
+
+    def __init__(self, device: str = "cpu", folder: Path = golden.OPS) -> None:
+        self.device = device
+        self.folder = folder
+        self.policy = policy.load()
+        self.run = evidence.run_facts()
+        self.device_facts = _device_facts(device)
+        try:
+            self.index, self.index_fault = golden.read_index(folder), ""
+            self.floors: Floors | None = Floors(folder)
+        except GoldenError as error:
+            self.index, self.index_fault, self.floors = {}, str(error), None
+        self._last: tuple[str, tuple[Golden, Arguments, Truths | None]] | None = None
+
+    def row(self, cell: OpCell) -> Row:
+        """The evidence of a cell, whatever comes of it."""
+        started = time.monotonic()
+        row: dict[str, Any] = {
+            "feature": cell.feature,
+            "case": cell.case_name,
+            "provider": cell.provider,
+            "golden_sha": self.index.get(cell.golden, ""),
+            "closure": closure_of(cell),
+            "oracle": {"name": cell.entry.oracle, "version": "", "lane": cell.entry.lane},
+            "checks": {},
+            "proof": {"selected": "", "calls": 0},
+        }
+        try:
+            row |= self._judged(cell)
+        except GoldenError as error:
+            row |= {"verdict": "invalid", "reason": str(error)}
+        except Exception as error:
+            row |= {"verdict": "error", "reason": f"{type(error).__name__}: {error}"}
+        return self._finish(row, time.monotonic() - started)
+
+    def stray(self, name: str) -> Row:
+        """The row of a file that is no golden of any case."""
+        reason = f"{name} is a file that no case expects"
+        return self._nothing("op.stray", name, reason)
+
+    def uncovered(self, op: str) -> Row:
+        """The row of an op that has no cases."""
+        return self._nothing(f"op.{op}", "none", f"op {op} has no case in parity/op_table.py")
+
+    def _nothing(self, feature: str, case: str, reason: str) -> Row:
+        row: dict[str, Any] = {"feature": feature, "case": case, "provider": OWN}
+        row |= {"golden_sha": ""}
+        row |= {"closure": NOTHING, "oracle": {}, "checks": {}, "proof": {}}
+        return self._finish({**row, "verdict": "invalid", "reason": reason}, 0.0)
+
+    def _finish(self, row: dict[str, Any], seconds: float) -> Row:
+        return make_row(
+            **row,
+            device=self.device_facts,
+            mode=MODE,
+            policy_sha=self.policy.sha256,
+            run=self.run,
+            seconds=round(seconds, 4),
+        )
+
+    def _judged(self, cell: OpCell) -> dict[str, Any]:
+        if cell.blocked:
+            return {"verdict": "skip", "reason": cell.blocked}
+        found, arguments, truth = self._expected(cell)
+        case = cell.entry.table.cases[cell.op, cell.case]
+        call = Call(cell.entry, case, arguments, implementation(cell), self.device)
+        first = call()
+        kept = {name: value.tobytes() for name, value in first.items()}
+        again = call()
+        judge = _Judge(self, cell, found, truth)
+        checks, drift = judge.outputs(first)
+        unlike = sum(kept.get(name) != value.tobytes() for name, value in again.items())
+        checks["repeat"] = Check(float(unlike), 0.0)
+        failed = [name for name, check in checks.items() if not check.ok]
+        row: dict[str, Any] = {
+            "oracle": _oracle_facts(found),
+            "checks": {name: check.as_dict() for name, check in checks.items()},
+            "teeth": judge.teeth(),
+            "proof": {"selected": cell.provider, "calls": call.calls, "code": _symbol(cell)},
+            "verdict": "fail" if failed else "pass",
+        }
+        if failed:
+            row["reason"] = "; ".join(_words(name, checks[name]) for name in failed)
+        if drift:
+            row["details"] = {"drift": ", ".join(drift)}
+        toothless = sorted(name for name, caught in row["teeth"].items() if not caught)
+        if toothless or not row["teeth"]:
+            missed = ", ".join(toothless) or "anything"
+            row |= {"verdict": "error", "reason": f"the case is degenerate: it lets {missed} pass"}
+        return row
+
+    def _expected(self, cell: OpCell) -> tuple[Golden, Arguments, Truths | None]:
+        """The golden, the arguments drawn anew, and the truth; GoldenError where they don't fit."""
+        if self._last is not None and self._last[0] == cell.golden:
+            return self._last[1]
+        if self.index_fault:
+            raise GoldenError(self.index_fault)
+        found = golden.read(self.folder / cell.golden)
+        if self.index.get(cell.golden) != found.sha256:
+            raise GoldenError(f"{cell.golden} is not the file that the index knows")
+        facts = found.facts
+        told = (facts["feature"], facts["case"], facts["dtype"], facts["class"])
+        if told != (cell.feature, cell.case, cell.dtype, cell.entry.kind):
+            raise GoldenError(f"{cell.golden} is of {' '.join(told)}")
+        arguments = cell.entry.table.cases[cell.op, cell.case].arguments(cell.dtype)
+        drawn = {k: v.sha256 for k, v in arguments.items() if isinstance(v, Array)}
+        plain = {k: v for k, v in arguments.items() if not isinstance(v, Array)}
+        if drawn != found.input_shas() or plain != facts["args"]:
+            raise GoldenError(f"{cell.golden} was recorded for other inputs; record it again")
+        result = found, arguments, truth_of(cell.op, arguments)
+        self._last = (cell.golden, result)
+        return result
+
+
+class _Judge:
+    """Compares the outputs of one cell."""
+
+    def __init__(self, lane: Lane, cell: OpCell, found: Golden, truth: Truths | None) -> None:
+        self.cell = cell
+        self.golden = found
+        self.truth = truth
+        self.policy = lane.policy
+        assert lane.floors is not None
+        self.floors: dict[str, Floor | None] = {
+            name: lane.floors.of(cell.golden, found.sha256, name) for name in found.outputs()
+        }
+
+    def outputs(self, got: Outputs) -> tuple[dict[str, Check], list[str]]:
+        """All checks by name, and those that drift."""
+        want = self.golden.outputs()
+        checks = {"outputs": Check(float(len(got.keys() ^ want.keys())), 0.0)}
+        drift: list[str] = []
+        for name in want.keys() & got.keys():
+            result = self.one(name, got[name])
+            prefix = "" if len(want) == 1 else f"{name}."
+            checks |= {f"{prefix}{k}": check for k, check in result.checks.items()}
+            drift += [f"{prefix}{k}" for k in result.drift]
+        return dict(sorted(checks.items())), drift
+
+    def one(self, name: str, value: Array) -> Result:
+        """The result of one output."""
+        cell, want = self.cell, self.golden.outputs()[name]
+        if cell.entry.kind_of(name) == EXACT:
+            return compare_exact(value, want)
+        if self.truth is None:
+            raise GoldenError(f"{cell.op} has limits but no truth")
+        limits = self.policy.limits(cell.entry.kind, cell.op, cell.provider, cell.dtype)
+        drift = self.policy.drift_of(cell.entry.kind)
+        args = (want, self.truth[name], limits, self.floors[name], drift)
+        return compare_float(value, *args)
+
+    def teeth(self) -> dict[str, bool]:
+        """Whether each wrong copy of each output would be refused."""
+        found: dict[str, bool] = {}
+        for name, value in self.golden.outputs().items():
+            for copy, caught in teeth(value, partial(self.one, name)).items():
+                found[copy] = found.get(copy, True) and caught
+        return found
+
+
+@functools.cache
+def _symbols(op: str, provider: str) -> tuple[str, ...]:
+    cell = OpCell(op, "", "", provider, "")
+    impl = implementation(cell)
+    own = [f"parity/sampler_calls.py:{op}"] if impl is None else [closure.symbol_of(impl.fn)]
+    if impl is not None:
+        own.append(closure.symbol_of(impl.op.fn))
+    return (*own, *symbols_of(op), *COMPARISON)
+
+
+@functools.cache
+def _sources() -> closure.Sources:
+    return closure.Sources(closure.ROOT)
+
+
+@functools.cache
+def _closure(op: str, provider: str) -> dict[str, str]:
+    return closure.closure(_symbols(op, provider), sources=_sources())
+
+
+def closure_of(cell: OpCell) -> dict[str, str]:
+    """The closure of what a cell runs: provider, definition, truth and comparison."""
+    return dict(_closure(cell.op, cell.provider))
+
+
+def _symbol(cell: OpCell) -> str:
+    return _symbols(cell.op, cell.provider)[0]
+
+
+def _oracle_facts(found: Golden) -> dict[str, str]:
+    oracle = found.facts["oracle"]
+    return {key: str(oracle[key]) for key in ("name", "version", "lane")}
+
+
+def _words(name: str, check: Check) -> str:
+    return f"{name} {check.measured:.3g}, {check.limit:.3g} allowed"
+
+
+def _device_facts(device: str) -> dict[str, str]:
+    if device != "cuda":
+        return {"name": device, "isa": torch.backends.cpu.get_cpu_capability()}
+    major, minor = torch.cuda.get_device_capability()
+    return {
+        "name": device,
+        "model": torch.cuda.get_device_name(),
+        "sm": f"{major}{minor}",
+        "cuda": str(torch.version.cuda),
+    }

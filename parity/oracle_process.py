@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs an oracle as a process of its own, in its own environment; parity imports none of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from .dtypes import STORAGE, Array, from_bytes
+from .golden import DTYPES, NAMES, GoldenError
+
+ROOT = Path(__file__).resolve().parents[1]
+OWN_ENVIRONMENT = ("vllm_ops", "gguf_dequant", "vllm_scheduler", "vllm_model")
+"""Oracles that need the environment of `nox -s oracle`; the others run in vllmx's own."""
+SECONDS = 1200
+
+
+class OracleBlocked(GoldenError):
+    """An oracle that can't run here."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One case as an oracle is asked it."""
+
+    id: str
+    op: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for a question: outputs, other lanes' outputs, and how it was computed."""
+
+    id: str
+    outputs: dict[str, Array]
+    lanes: dict[str, dict[str, Array]]
+    told: dict[str, Any]
+    oracle: dict[str, Any]
+
+
+def python_of(oracle: str) -> str:
+    """The interpreter of an oracle; VLLMX_ORACLE_PYTHON overrides that of `nox -s oracle`."""
+    if oracle not in OWN_ENVIRONMENT:
+        return sys.executable
+    return os.environ.get("VLLMX_ORACLE_PYTHON") or str(ROOT / ".venv-oracle" / "bin" / "python")
+
+
+def ask(oracle: str, questions: Iterable[Question]) -> list[Answer]:
+    """Answers in the order of the questions; OracleBlocked where the oracle can't run here."""
+    listed = list(questions)
+    python = python_of(oracle)
+    if not Path(python).is_file():
+        raise OracleBlocked(f"{oracle}: there is no {python}; make it with `nox -s oracle`")
+    with tempfile.TemporaryDirectory() as folder:
+        job, out = Path(folder) / "job.safetensors", Path(folder) / "out.safetensors"
+        job.write_bytes(_job(listed))
+        command = [python, "-m", f"oracles.{oracle}", str(job), str(out)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+        if done.returncode == 2:
+            raise OracleBlocked(f"{oracle}: {done.stderr.strip().splitlines()[-1:]}")
+        if done.returncode or not out.is_file():
+            raise GoldenError(f"{oracle} ended with {done.returncode}: {done.stderr[-2000:]}")
+        return _answers(listed, out)
+
+
+def _job(questions: list[Question]) -> bytes:
+    """A safetensors file with the questions and their tensors."""
+    tensors: dict[str, Array] = {}
+    cases = []
+    for question in questions:
+        arguments: dict[str, Any] = {}
+        for name, value in question.arguments.items():
+            if isinstance(value, Array):
+                key = f"{question.id}/in.{name}"
+                tensors[key] = value
+                arguments[name] = {"tensor": key}
+            else:
+                arguments[name] = value
+        cases.append({"id": question.id, "op": question.op, "args": arguments})
+    return _safetensors(tensors, {"job": json.dumps(cases)})
+
+
+def _safetensors(tensors: dict[str, Array], metadata: dict[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    data, offset = [], 0
+    # Wide elements first: readers want each tensor aligned to its element.
+    for name in sorted(tensors, key=lambda n: (-STORAGE[tensors[n].dtype].itemsize, n)):
+        raw = tensors[name].tobytes()
+        entry = {"dtype": NAMES[tensors[name].dtype], "shape": list(tensors[name].shape)}
+        header[name] = {**entry, "data_offsets": [offset, offset + len(raw)]}
+        offset += len(raw)
+        data.append(raw)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + b"".join(data)
+
+
+def _answers(questions: list[Question], path: Path) -> list[Answer]:
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    with safe_open(str(path), "numpy") as file:
+        told = json.loads(file.metadata()["answer"])
+    found: dict[str, Array] = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            first, last = entry["data_offsets"]
+            raw = data[8 + size + first : 8 + size + last]
+            found[name] = from_bytes(DTYPES[entry["dtype"]], tuple(entry["shape"]), raw)
+    answers = []
+    for question in questions:
+        mine = {k.removeprefix(f"{question.id}/"): v for k, v in found.items()}
+        mine = {k: v for k, v in mine.items() if k.startswith(("out.", "lane."))}
+        outputs = {k.removeprefix("out."): v for k, v in mine.items() if k.startswith("out.")}
+        lanes: dict[str, dict[str, Array]] = {}
+        for key, value in mine.items():
+            if key.startswith("lane."):
+                lane, _, name = key.removeprefix("lane.").rpartition(".")
+                lanes.setdefault(lane, {})[name] = value
+        case = told["cases"][question.id]
+        answers.append(Answer(question.id, outputs, lanes, case, told["oracle"]))
+    return answers

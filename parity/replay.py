@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`vllmx parity replay [select=op.NAME|model.NAME] [provider=...]`: ours against the goldens.
+
+All cells are listed first and all are run, whatever fails; each gives a row of evidence. Exit code
+0: all passed; 1: some failed; 2: a golden is missing or damaged, or nothing was selected; 3: some
+could not run here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from vllmx.config import RunConfig
+
+from . import evidence, golden
+from .evidence import Row
+from .op_cells import OpCell, expected, ops_without_cases
+from .op_replay import Lane
+
+EXIT = {"pass": 0, "fail": 1, "error": 1, "invalid": 2, "skip": 3}
+WORST_FIRST = ("fail", "error", "invalid", "skip", "pass")
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """The exit code of a run; no rows at all are invalid."""
+    verdicts = {row["verdict"] for row in rows}
+    return next((EXIT[verdict] for verdict in WORST_FIRST if verdict in verdicts), 2)
+
+
+def replay_ops(
+    device: str = "cpu",
+    select: str | None = None,
+    provider: str | None = None,
+    folder: Path = golden.OPS,
+) -> tuple[list[Row], list[OpCell]]:
+    """(a row for every cell, the cells that a provider declares it does not take)."""
+    cells = expected(device, select, provider)
+    lane = Lane(device, folder)
+    rows = [lane.row(cell) for cell in cells if not cell.refused]
+    if select is None and provider is None:
+        known = {cell.golden for cell in cells}
+        rows += [lane.stray(name) for name in golden.strays(folder, known)]
+        rows += [lane.uncovered(op) for op in ops_without_cases()]
+    return rows, [cell for cell in cells if cell.refused]
+
+
+def replay_models(
+    device: str = "cpu", select: str | None = None, provider: str | None = None
+) -> list[Row]:
+    """A row for every model, provider and mode."""
+    from .model_replay import ModelLane
+    from .model_table import expected as models
+
+    return list(ModelLane(device).rows(models(select, provider)))
+
+
+def summary(rows: Sequence[Row], refused: Sequence[OpCell], seconds: float) -> str:
+    """What a run came to: every row that did not pass, then totals that add up."""
+    lines = [
+        f"{row['verdict']:7} {row['feature']} {row['case']} {row['provider']}: {row['reason']}"
+        for row in sorted(rows, key=lambda row: WORST_FIRST.index(row["verdict"]))
+        if row["verdict"] != "pass"
+    ]
+    counts = Counter(row["verdict"] for row in rows)
+    parts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(WORST_FIRST))
+    features = len({row["feature"] for row in rows})
+    lines.append(f"{len(rows)} cells of {features} ops and models: {parts}; {seconds:.0f} s")
+    for reason, count in Counter((c.provider, c.refused) for c in refused).items():
+        lines.append(f"not asked: {count} cells of {reason[0]}: {reason[1]}")
+    return "\n".join(lines)
+
+
+def run(config: RunConfig) -> int:
+    """The verb."""
+    device = config.device.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        print("there is no cuda device here")
+        return 3
+    started = time.monotonic()
+    select, provider = config.parity.select, config.parity.provider
+    rows, refused = [], []
+    if not (select or "").startswith("model."):
+        rows, refused = replay_ops(device, select, provider)
+    if select is None or select.startswith("model."):
+        rows += replay_models(device, select, provider)
+    if not rows:
+        print(f"no cell matches select={config.parity.select} provider={config.parity.provider}")
+        return 2
+    output = config.parity.output_dir
+    path = evidence.append(rows, Path(output) if output else evidence.EVIDENCE)
+    if config.parity.json:
+        for row in rows:
+            print(json.dumps(row, sort_keys=True))
+    else:
+        print(summary(rows, refused, time.monotonic() - started))
+        print(f"evidence: {path}")
+    return exit_code(rows)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a report says, as plain data; the pages are made of nothing else.
+
+It is a function of the checkout: the evidence, the goldens and the code. Where nothing is known
+a section is empty, and the pages say `no data`, never 0 %.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .budget import ALLOWED, TOTAL, usage
+from .census import DRIFT, PINNED
+from .checkout import Checkout
+from .drift import anchors
+from .features import CANARY
+from .ledger import TIERS, as_json, equation, totals, troubles
+from .plan import join
+from .status import STATUSES, CellStatus, FeatureStatus
+
+SHOWN = 200
+"""Cells of one list that are spelt out."""
+
+
+def build(checkout: Checkout, now: dt.datetime) -> dict[str, Any]:
+    """The whole report at the time `now`."""
+    rows = checkout.statuses(now)
+    by_status, by_tier = totals(rows)
+    cells = [cell for row in rows if row.feature.id != CANARY for cell in row.cells]
+    unique = list({cell.cell.key: cell for cell in cells}.values())
+    return {
+        "as_of": f"{now:%Y-%m-%dT%H:%M:%SZ}",
+        "trouble": troubles(checkout, rows),
+        "canary": next((r.status for r in rows if r.feature.id == CANARY), "none"),
+        "equation": equation(rows),
+        "statuses": {name: by_status[name] for name in STATUSES},
+        "tiers": {tier: {s: by_tier[tier, s] for s in STATUSES} for tier in TIERS},
+        "areas": areas(rows),
+        "cells": {name: sum(c.status == name for c in unique) for name in STATUSES},
+        "evidence": evidence_counts(checkout),
+        "red": [told(cell) for cell in unique if cell.status in ("RED", "SUSPECT")][:SHOWN],
+        "stale": stale(unique),
+        "headroom": headroom(unique),
+        "providers": providers(unique),
+        "models": models(checkout.evidence),
+        "mutation": mutation(rows, checkout.evidence),
+        "goldens": golden_sizes(checkout.goldens_folder),
+        "upstream": upstream(checkout.root),
+        "environment": environment(checkout.evidence),
+        "rows": [as_json(row) for row in rows],
+    }
+
+
+def areas(rows: Iterable[FeatureStatus]) -> dict[str, dict[str, int]]:
+    """Area (the first word of an id) -> status -> rows."""
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        if row.feature.id != CANARY:
+            found[row.feature.id.split(".")[0]][row.status] += 1
+    return {area: dict(found[area]) for area in sorted(found)}
+
+
+def evidence_counts(checkout: Checkout) -> dict[str, Any]:
+    """Rows of evidence by verdict, files, and how many are of a tree with uncommitted changes."""
+    rows = checkout.evidence
+    files = sorted(path.name for path in checkout.evidence_folder.glob("*.jsonl"))
+    return {
+        "rows": len(rows),
+        "verdicts": dict(sorted(Counter(row["verdict"] for row in rows).items())),
+        "dirty": sum(bool(row["run"].get("dirty", True)) for row in rows),
+        "files": len(files),
+    }
+
+
+def told(cell: CellStatus) -> dict[str, Any]:
+    """A cell with its first broken limit and the command that shows it."""
+    broken = next(
+        (
+            {"name": name, "measured": check["measured"], "limit": check["limit"]}
+            for name, check in (cell.row["checks"] if cell.row else {}).items()
+            if "limit" in check and check["measured"] > check["limit"]
+        ),
+        None,
+    )
+    return {
+        "cell": cell.cell.name,
+        "status": cell.status,
+        "reason": cell.reason,
+        "broken": broken,
+        "evidence": cell.row["id"][:16] if cell.row else "",
+        "command": cell.cell.command,
+    }
+
+
+def stale(cells: Iterable[CellStatus]) -> list[dict[str, Any]]:
+    """What has to be run again: a line a cause and verb, with how many cells it is about."""
+    found: dict[tuple[str, str, str], list[CellStatus]] = defaultdict(list)
+    for cell in cells:
+        if cell.status in ("STALE", "BLOCKED", "UNPROVEN"):
+            cause = cell.reason.split(" since ")[0]
+            verb = " ".join(cell.cell.command.split()[:3])
+            found[cell.status, cause, verb].append(cell)
+    listed = sorted(found.items(), key=lambda item: (item[0][0], -len(item[1]), item[0]))
+    return [
+        {
+            "status": status,
+            "cause": cause,
+            "commands": join(dict.fromkeys(c.cell.command for c in told if c.cell.command)),
+            "cells": len(told),
+            "first": told[0].cell.name,
+        }
+        for (status, cause, _), told in listed
+    ]
+
+
+def headroom(cells: Iterable[CellStatus]) -> dict[str, Any]:
+    """limit / measured of every graded cell, the ten nearest to their limit, the ten farthest."""
+    found = sorted(
+        (value, cell.cell.name) for cell in cells if (value := cell.headroom) is not None
+    )
+    pairs = [[round(value, 3), name] for value, name in found]
+    return {
+        "values": [value for value, _ in pairs],
+        "tightest": pairs[:10],
+        "loosest": pairs[-10:][::-1] if len(pairs) > 10 else [],
+    }
+
+
+def providers(cells: Iterable[CellStatus]) -> dict[str, dict[str, dict[str, int]]]:
+    """Op -> "provider on device" -> cells by status."""
+    found: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    for cell in cells:
+        if cell.cell.kind == "op":
+            place = f"{cell.cell.provider} on {cell.cell.device}"
+            found[cell.cell.feature][place][cell.status] += 1
+    return {
+        op: {place: dict(counts) for place, counts in sorted(places.items())}
+        for op, places in sorted(found.items())
+    }
+
+
+def models(evidence: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Model and mode -> the figures of its newest run, and its error by layer if it was measured.
+
+    A row of a model has them in details.layers: [[layer, error, error of the oracle itself], ...].
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for row in sorted(evidence, key=lambda row: row["ts"]):
+        if row["feature"].startswith("model."):
+            name = " ".join([row["feature"], row["case"], row["mode"], row["device"]["name"]])
+            found[name] = {
+                "verdict": row["verdict"],
+                "ts": row["ts"],
+                "checks": row["checks"],
+                "layers": row.get("details", {}).get("layers", []),
+            }
+    return dict(sorted(found.items()))
+
+
+def mutation(rows: Sequence[FeatureStatus], evidence: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Planted faults by category: caught of all, from the newest row of each."""
+    newest: dict[str, dict[str, Any]] = {}
+    for row in sorted(evidence, key=lambda row: row["ts"]):
+        if row["feature"].startswith("mutant."):
+            newest[row["feature"] + row["case"]] = row
+    by_category: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in newest.values():
+        category = str(row.get("details", {}).get("category", "all"))
+        by_category[category]["caught" if row["verdict"] == "pass" else row["verdict"]] += 1
+    survivors = sorted(
+        f"{row['feature'].removeprefix('mutant.')}: {row['reason']}"
+        for row in newest.values()
+        if row["verdict"] == "fail"
+    )
+    return {
+        "total": len(newest),
+        "caught": sum(row["verdict"] == "pass" for row in newest.values()),
+        "categories": {name: dict(counts) for name, counts in sorted(by_category.items())},
+        "survivors": survivors,
+    }
+
+
+def golden_sizes(folder: Path) -> dict[str, Any]:
+    """Bytes of the goldens by folder against their budget."""
+    parts = {}
+    for used in usage(folder):
+        allowed = ALLOWED.get(used.name)
+        parts[used.name] = {
+            "files": used.files,
+            "bytes": used.size,
+            "budget": allowed.total if allowed else None,
+        }
+    return {"bytes": sum(p["bytes"] for p in parts.values()), "budget": TOTAL, "parts": parts}
+
+
+def upstream(root: Path) -> dict[str, Any]:
+    """The pinned version, files of ours that follow another one, and the last drift looked at."""
+    other = sorted(
+        path.relative_to(root).as_posix()
+        for path in (root / "vllmx").rglob("*.py")
+        for line in path.read_text(encoding="utf-8").split("\n")[:6]
+        if line.startswith("# upstream:") and "@ v" in line and f"@ v{PINNED}" not in line
+    )
+    followed = {name for names in anchors(root).values() for name in names}
+    path = root / "reports" / DRIFT
+    drift = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    seen = None
+    if drift is not None:
+        touched = {name for hit in drift["ours"].values() for name in hit["ours"]}
+        seen = {
+            "from": drift["from"],
+            "to": drift["to"],
+            "files": {how: len(names) for how, names in drift["files"].items()},
+            "kinds": {k["kind"]: [len(k["new"]), len(k["gone"])] for k in drift["kinds"]},
+            "ours": len(touched),
+        }
+    return {"pinned": PINNED, "following": len(followed), "other": other, "drift": seen}
+
+
+def environment(evidence: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Where evidence came from: machine, device, versions; rows and the newest time of each."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in evidence:
+        run = row["run"]
+        facts = {
+            "device": str(row["device"].get("name", "")),
+            **{key: str(run.get(key, "")) for key in ("machine", "python", "torch", "numpy")},
+        }
+        entry = found.setdefault(tuple(facts.values()), {**facts, "rows": 0, "newest": ""})
+        entry["rows"] += 1
+        entry["newest"] = max(entry["newest"], row["ts"])
+    return [found[key] for key in sorted(found)]

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as one HTML file: no script, nothing loaded, readable on a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from . import svg
+from .ledger import TIERS
+from .report_md import adds_up, broken_limit, megabytes, share
+from .status import STATUSES
+
+COLOURS = {
+    "GREEN": "#2e8b57",
+    "DRIFT": "#7fb069",
+    "YELLOW": "#d4b106",
+    "PARTIAL": "#4a90a4",
+    "STALE": "#b07d3c",
+    "UNPROVEN": "#8a8f98",
+    "BLOCKED": "#6b5b95",
+    "MISSING": "#c9ccd1",
+    "SUSPECT": "#e07a3f",
+    "RED": "#c62f2f",
+}
+EDGES = (0.0, 0.5, 1.0, 1.2, 1.5, 2.0, 3.0, 5.0, 10.0, 100.0, 1e7)
+STYLE = """
+:root { --ink: #1c1e21; --paper: #ffffff; --faint: #e4e6ea; --soft: #5f6672; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e8eb; --paper: #16181b; --faint: #33373d; --soft: #9aa1ac; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 60rem; padding: 1rem; background: var(--paper);
+  color: var(--ink); font: 16px/1.45 system-ui, sans-serif; }
+h1 { font-size: 1.5rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
+nav { display: flex; flex-wrap: wrap; gap: .25rem .9rem; margin: .5rem 0 1rem; }
+a { color: inherit; } code { font-size: .85em; overflow-wrap: anywhere; }
+.invalid { border: 2px solid #c62f2f; padding: .5rem .75rem; font-weight: 600; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .85rem; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .3rem .5rem;
+  border-bottom: 1px solid var(--faint); }
+th { color: var(--soft); font-weight: 600; } td.n { white-space: nowrap; }
+td.c { min-width: 18rem; } td.t { min-width: 9rem; }
+.tag { display: inline-block; padding: 0 .45em; border-radius: .3em; color: #fff;
+  font-size: .78rem; font-weight: 600; white-space: nowrap; }
+.tag.MISSING { color: #1c1e21; }
+svg { width: 100%; max-width: 34rem; height: auto; display: block; }
+svg text { fill: var(--ink); font: 10px system-ui, sans-serif; } svg text.on { fill: #fff; }
+svg text.on-MISSING, svg text.on-YELLOW { fill: #1c1e21; }
+.axis, .grid { stroke: var(--faint); } .limit { stroke: #c62f2f; stroke-dasharray: 4 3; }
+.bar { fill: #4a78b5; } .line { fill: none; stroke-width: 2; }
+.l0 { stroke: #4a78b5; } .l1 { stroke: #b07d3c; } .l2 { stroke: #2e8b57; } .l3 { stroke: #6b5b95; }
+svg text.t0 { fill: #4a78b5; } svg text.t1 { fill: #b07d3c; }
+svg text.t2 { fill: #2e8b57; } svg text.t3 { fill: #6b5b95; }
+.soft { color: var(--soft); } details { margin: .4rem 0; } summary { cursor: pointer; }
+"""
+SECTIONS = (
+    ("status", "Status"),
+    ("red", "Red"),
+    ("run", "To be run"),
+    ("headroom", "Headroom"),
+    ("models", "Models"),
+    ("providers", "Providers"),
+    ("mutation", "Planted faults"),
+    ("goldens", "Goldens"),
+    ("upstream", "Upstream"),
+    ("environment", "Environments"),
+    ("rows", "All features"),
+)
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The page."""
+    parts = {
+        "status": _status(data),
+        "red": _red(data["red"]),
+        "run": _stale(data["stale"]),
+        "headroom": _headroom(data["headroom"]),
+        "models": _models(data["models"]),
+        "providers": _providers(data["providers"]),
+        "mutation": _mutation(data["mutation"]),
+        "goldens": _goldens(data["goldens"]),
+        "upstream": _upstream(data["upstream"]),
+        "environment": _environment(data["environment"]),
+        "rows": _rows(data["rows"]),
+    }
+    links = "".join(f'<a href="#{name}">{title}</a>' for name, title in SECTIONS)
+    body = "\n".join(
+        f'<section id="{name}"><h2>{title}</h2>\n{parts[name]}\n</section>'
+        for name, title in SECTIONS
+    )
+    trouble = "".join(f'<p class="invalid">INVALID: {escape(t)}</p>' for t in data["trouble"])
+    colours = "".join(
+        f".s-{name} {{ fill: {colour}; }} .tag.{name} {{ background: {colour}; }}\n"
+        for name, colour in COLOURS.items()
+    )
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>vllmx: parity with upstream</title>
+<style>{STYLE}{colours}</style>
+</head>
+<body>
+<h1>Parity with upstream</h1>
+{trouble}
+<p>{escape(data["equation"])} features. Cells: {escape(adds_up(data["cells"]))}.</p>
+<p class="soft">As of {data["as_of"]}, the time of the newest evidence. The canary, a planted
+fault, is {_tag(data["canary"])}. No status is typed by hand: each follows from evidence.</p>
+<nav>{links}</nav>
+{body}
+</body>
+</html>
+"""
+
+
+def _tag(status: str) -> str:
+    return f'<span class="tag {escape(status)}">{escape(status)}</span>'
+
+
+def _table(head: Sequence[str], rows: Iterable[Iterable[Any]], empty: str = "no data") -> str:
+    """A table that scrolls sideways by itself. Values that start with `<` are markup."""
+    listed = [list(row) for row in rows]
+    if not listed:
+        return f'<p class="soft">{empty}</p>'
+    names = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "\n".join("<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in listed)
+    return f'<div class="wide"><table><tr>{names}</tr>\n{body}\n</table></div>'
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, (int, float)):
+        return f'<td class="n">{value}</td>'
+    text = str(value)
+    if text.startswith("<code"):
+        return f'<td class="c">{text}</td>'
+    if text.startswith("<span"):
+        return f"<td>{text}</td>"
+    kind = ' class="t"' if len(text) > 24 else ""
+    return f"<td{kind}>{escape(text)}</td>"
+
+
+def _code(command: str) -> str:
+    return f"<code>{escape(command)}</code>" if command else ""
+
+
+def _codes(commands: Sequence[str]) -> str:
+    """Several commands, a line each."""
+    return "<br>".join(_code(command) for command in commands)
+
+
+def _status(data: Mapping[str, Any]) -> str:
+    used = [name for name in STATUSES if data["statuses"][name]]
+    legend = " ".join(_tag(name) for name in used)
+    tiers = svg.stacked_bars([(tier, data["tiers"][tier]) for tier in TIERS], used)
+    areas = svg.stacked_bars(list(data["areas"].items()), used)
+    numbers = _table(
+        ["tier", *used],
+        [[tier, *(data["tiers"][tier][name] for name in used)] for tier in TIERS],
+    )
+    evidence = data["evidence"]
+    told = (
+        f"{evidence['rows']} rows of evidence in {evidence['files']} files: "
+        f"{adds_up(evidence['verdicts'])}; {evidence['dirty']} of a tree with uncommitted changes."
+    )
+    return (
+        f"<p>{legend}</p>\n{tiers}\n{numbers}\n<h3>By area</h3>\n{areas}\n"
+        f'<p class="soft">{escape(told)}</p>'
+    )
+
+
+def _red(cells: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        [
+            _tag(c["status"]),
+            c["cell"],
+            c["reason"],
+            broken_limit(c["broken"]),
+            _code(c["command"]),
+        ]
+        for c in cells
+    ]
+    return _table(["", "cell", "why", "limit", "again with"], rows, "none")
+
+
+def _stale(entries: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        [_tag(e["status"]), e["cells"], e["cause"], e["first"], _codes(e["commands"])]
+        for e in entries
+    ]
+    return _table(["", "cells", "why", "first of them", "run"], rows, "nothing")
+
+
+def _headroom(found: Mapping[str, Any]) -> str:
+    if not found["values"]:
+        return '<p class="soft">no data</p>'
+    chart = svg.histogram(found["values"], EDGES, 1.0)
+    head = ["limit / measured", "cell"]
+    loose = _table(head, found["loosest"])
+    return (
+        f"{chart}\n<p>Nearest to their limit:</p>\n{_table(head, found['tightest'])}\n"
+        "<details><summary>Farthest from it: limits that could be tighter</summary>"
+        f"{loose}</details>"
+    )
+
+
+def _models(found: Mapping[str, Mapping[str, Any]]) -> str:
+    if not found:
+        return '<p class="soft">no data</p>'
+    parts = []
+    for name, entry in found.items():
+        rows = [
+            [key, f"{check['measured']:.3g}", f"{check['limit']:.3g}"]
+            for key, check in entry["checks"].items()
+        ]
+        layers = entry["layers"]
+        chart = '<p class="soft">by layer: no data</p>'
+        if layers:
+            series = {"ours": [layer[1] for layer in layers]}
+            series["the oracle's own"] = [layer[2] for layer in layers]
+            chart = svg.curves(series, [str(layer[0]) for layer in layers])
+        parts.append(
+            f"<details><summary>{escape(name)}: {escape(entry['verdict'])}</summary>"
+            f"{_table(['check', 'measured', 'limit'], rows)}{chart}</details>"
+        )
+    return "\n".join(parts)
+
+
+def _providers(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    places = sorted({place for ops in found.values() for place in ops})
+    rows = []
+    for op, by_place in found.items():
+        cells: list[Any] = [op]
+        for place in places:
+            counts = by_place.get(place)
+            worst = max(counts, key=STATUSES.index) if counts else ""
+            cells.append(f'<span class="tag {worst}">{share(counts)}</span>' if counts else "")
+        rows.append(cells)
+    note = '<p class="soft">Green cells of all; the colour is that of the worst one.</p>'
+    return _table(["op", *places], rows) + (note if rows else "")
+
+
+def _mutation(found: Mapping[str, Any]) -> str:
+    if not found["total"]:
+        return '<p class="soft">no data</p>'
+    percent = 100 * found["caught"] / found["total"]
+    rows = [[name, adds_up(counts)] for name, counts in found["categories"].items()]
+    words = f"{found['caught']} of {found['total']} planted faults are caught ({percent:.1f} %)."
+    rest = _table(["not caught"], [[text] for text in found["survivors"]], "none survived")
+    return f"<p>{words}</p>\n{_table(['category', 'faults'], rows)}\n{rest}"
+
+
+def _goldens(found: Mapping[str, Any]) -> str:
+    rows: list[list[Any]] = [
+        [name, part["files"], megabytes(part["bytes"]), megabytes(part["budget"])]
+        for name, part in found["parts"].items()
+    ]
+    rows.append(["all", "", megabytes(found["bytes"]), megabytes(found["budget"])])
+    return _table(["folder", "files", "MB", "allowed MB"], rows)
+
+
+def _upstream(found: Mapping[str, Any]) -> str:
+    words = f"{found['following']} files of ours follow upstream {found['pinned']}."
+    if found["other"]:
+        words += f" Another version: {', '.join(found['other'])}."
+    seen = found["drift"]
+    if seen is None:
+        return f'<p>{escape(words)}</p><p class="soft">Drift to a newer version: no data</p>'
+    files = ", ".join(f"{number} {how}" for how, number in seen["files"].items())
+    words += f" Drift to {seen['to']}: files {files}; {seen['ours']} of our files are touched."
+    rows = [[kind, new, gone] for kind, (new, gone) in seen["kinds"].items()]
+    return f"<p>{escape(words)}</p>{_table(['kind', 'new', 'gone'], rows)}"
+
+
+def _environment(found: Sequence[Mapping[str, Any]]) -> str:
+    return _table(list(found[0]) if found else [], [entry.values() for entry in found])
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    listed = [
+        [
+            row["id"],
+            row["tier"],
+            _tag(row["status"]),
+            row["reason"][:240],
+            sum(row["cells"].values()),
+            row["proven"][:10],
+        ]
+        for row in rows
+    ]
+    head = ["id", "tier", "status", "why", "cells", "last shown"]
+    return _table(head, listed)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as a short Markdown page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .ledger import TIERS
+from .status import STATUSES
+
+NO_DATA = "no data"
+LINES = 20
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """At most 200 lines."""
+    lines = ["# Parity with upstream", ""]
+    lines += [f"**INVALID: {trouble}**" for trouble in data["trouble"]]
+    lines += [
+        "Written by `vllmx parity report`; every figure is computed from parity/evidence. As of",
+        f"{data['as_of']}. The canary, a planted fault, is {data['canary']}.",
+        "",
+        f"Features: {data['equation']}",
+        f"Cells: {adds_up(data['cells'])}",
+        f"Evidence: {data['evidence']['rows']} rows in {data['evidence']['files']} files, "
+        f"{data['evidence']['dirty']} of them of a tree with uncommitted changes",
+        "",
+    ]
+    used = [name for name in STATUSES if data["statuses"][name]]
+    lines += table(
+        ["tier", *used],
+        [[tier, *(data["tiers"][tier][name] or "" for name in used)] for tier in TIERS],
+    )
+    lines += ["", "## Red and suspect", *_red(data["red"])]
+    lines += ["", "## To be run", *_stale(data["stale"])]
+    lines += ["", "## Nearest to their limit", *_headroom(data["headroom"])]
+    lines += ["", "## Providers", *_providers(data["providers"])]
+    lines += ["", "## Models", *_models(data["models"])]
+    lines += ["", "## Planted faults", *_mutation(data["mutation"])]
+    lines += ["", "## Goldens", *_goldens(data["goldens"])]
+    lines += ["", "## Upstream", *_upstream(data["upstream"])]
+    lines += ["", "## Environments", *_environment(data["environment"])]
+    assert len(lines) <= 200, len(lines)
+    return "\n".join(lines) + "\n"
+
+
+def adds_up(counts: Mapping[str, int]) -> str:
+    """`12 = 10 GREEN + 2 RED`."""
+    parts = [f"{number} {name}" for name, number in counts.items() if number]
+    return f"{sum(counts.values())} = " + (" + ".join(parts) or "0")
+
+
+def table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> list[str]:
+    """A table, or `no data`."""
+    listed = [[_cell(value) for value in row] for row in rows]
+    if not listed:
+        return [NO_DATA]
+    names = [str(name) for name in head]
+    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    return lines + ["| " + " | ".join(row) + " |" for row in listed]
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")[:200]
+
+
+def _red(cells: list[dict[str, Any]]) -> list[str]:
+    if not cells:
+        return ["none"]
+    rows = [
+        [cell["cell"], cell["reason"], broken_limit(cell["broken"]), f"`{cell['command']}`"]
+        for cell in cells[:LINES]
+    ]
+    rest = [f"and {len(cells) - LINES} more"] if len(cells) > LINES else []
+    return [*table(["cell", "why", "limit", "again with"], rows), *rest]
+
+
+def broken_limit(broken: Mapping[str, Any] | None) -> str:
+    """`rmse 3.1e-2 > 2.0e-2`."""
+    if broken is None:
+        return ""
+    return f"{broken['name']} {broken['measured']:.3g} > {broken['limit']:.3g}"
+
+
+def _stale(entries: list[dict[str, Any]]) -> list[str]:
+    if not entries:
+        return ["nothing"]
+    head = ["status", "cells", "why", "first", "run"]
+    rows = [
+        [e["status"], e["cells"], e["cause"], e["first"], commands(e["commands"])]
+        for e in entries[:LINES]
+    ]
+    rest = [f"and {len(entries) - LINES} more lines"] if len(entries) > LINES else []
+    return [*table(head, rows), *rest, "", "`vllmx parity plan` prints the commands."]
+
+
+def commands(listed: list[str]) -> str:
+    """The first command, shortened, and how many more there are."""
+    if not listed:
+        return ""
+    first = listed[0] if len(listed[0]) < 90 else listed[0][:80] + "..."
+    return f"`{first}`" + (f" and {len(listed) - 1} more" if len(listed) > 1 else "")
+
+
+def _headroom(found: Mapping[str, Any]) -> list[str]:
+    return table(["limit / measured", "cell"], found["tightest"])
+
+
+def _providers(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> list[str]:
+    places = sorted({place for ops in found.values() for place in ops})
+    rows = []
+    for op, by_place in list(found.items())[: 2 * LINES]:
+        rows.append([op, *(share(by_place.get(place)) for place in places)])
+    return table(["op", *places], rows)
+
+
+def share(counts: Mapping[str, int] | None) -> str:
+    """`12/12`: green cells of all; empty where the provider has none."""
+    if not counts:
+        return ""
+    return f"{counts.get('GREEN', 0)}/{sum(counts.values())}"
+
+
+def _models(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    rows = []
+    for name, entry in list(found.items())[:LINES]:
+        figures = ", ".join(
+            f"{key} {check['measured']:.3g} of {check['limit']:.3g}"
+            for key, check in entry["checks"].items()
+        )
+        rows.append([name, entry["verdict"], figures, f"{len(entry['layers'])} layers"])
+    return table(["model", "verdict", "measured of limit", "by layer"], rows)
+
+
+def _mutation(found: Mapping[str, Any]) -> list[str]:
+    if not found["total"]:
+        return [NO_DATA]
+    share_caught = 100 * found["caught"] / found["total"]
+    lines = [f"{found['caught']} of {found['total']} caught ({share_caught:.1f} %)", ""]
+    rows = [[name, adds_up(counts)] for name, counts in found["categories"].items()]
+    lines += table(["category", "faults"], rows)
+    return lines + [f"- not caught: {words}" for words in found["survivors"][:LINES]]
+
+
+def _goldens(found: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [name, part["files"], megabytes(part["bytes"]), megabytes(part["budget"])]
+        for name, part in found["parts"].items()
+    ]
+    rows.append(["all", "", megabytes(found["bytes"]), megabytes(found["budget"])])
+    return table(["folder", "files", "MB", "allowed"], rows)
+
+
+def megabytes(size: int | None) -> str:
+    """In MB of 2**20 bytes, two decimals; empty for None."""
+    return "" if size is None else f"{size / (1 << 20):.2f}"
+
+
+def _upstream(found: Mapping[str, Any]) -> list[str]:
+    lines = [f"{found['following']} files of ours follow upstream {found['pinned']}."]
+    if found["other"]:
+        lines.append(f"Another version: {', '.join(found['other'])}.")
+    seen = found["drift"]
+    if seen is None:
+        return [*lines, "Drift to a newer version: " + NO_DATA]
+    files = ", ".join(f"{number} {how}" for how, number in seen["files"].items())
+    lines.append(f"Drift to {seen['to']}: files {files}; {seen['ours']} of our files are touched.")
+    rows = [[kind, new, gone] for kind, (new, gone) in seen["kinds"].items()]
+    return [*lines, "", *table(["kind", "new", "gone"], rows)]
+
+
+def _environment(found: list[dict[str, Any]]) -> list[str]:
+    head = list(found[0]) if found else []
+    return table(head, [entry.values() for entry in found])

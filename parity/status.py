@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The status of every feature, computed from evidence and from nothing else.
+
+`status` is a pure function. What a person can do is declare a feature, its files and the kinds of
+evidence that it needs (parity/features.yaml); no status is ever typed. A feature's needs are
+spelt out as cells. Each cell gets a status from the evidence that matches what is here now, and
+the feature gets the worst of its cells.
+
+GREEN     a clean run has shown it, with this code, these goldens and these limits, not long ago
+DRIFT     green, but past the line that announces trouble
+YELLOW    passed against a reference that settles less than the golden would
+PARTIAL   the cells are green, and named parts of the feature are not built
+STALE     shown once, but code, golden or limits have changed since, or it was too long ago
+UNPROVEN  there is code, and no run that counts: none, a dirty one, no golden, no floor, no teeth
+BLOCKED   a run could not look: a model, a device or an oracle was missing
+MISSING   not built
+SUSPECT   failed once on a device that is not known to repeat itself
+RED       failed; or the golden is damaged
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .evidence import Row
+
+STATUSES = (
+    *("GREEN", "DRIFT", "YELLOW", "PARTIAL", "STALE", "UNPROVEN"),
+    *("BLOCKED", "MISSING", "SUSPECT", "RED"),
+)
+"""Best first."""
+RANK = {name: rank for rank, name in enumerate(STATUSES)} | {"STALE": 4, "UNPROVEN": 4}
+"""STALE and UNPROVEN are equally far from green, so that deleting old lines gains nothing."""
+BAD = ("fail", "error")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing that has to be shown; its first five fields are those of an evidence row."""
+
+    feature: str
+    case: str
+    provider: str
+    device: str
+    mode: str
+    kind: str = "test"
+    """op, model, schedule, test, upstream, mutant or canary."""
+    golden: str = ""
+    """Name of the golden in the index; empty where a test is the expectation."""
+    graded: bool = False
+    """Whether the limits of parity/policy.yaml decide, so that their change makes it stale."""
+    command: str = ""
+    """What runs it."""
+
+    @property
+    def key(self) -> tuple[str, str, str, str, str]:
+        """What evidence is matched by."""
+        return (self.feature, self.case, self.provider, self.device, self.mode)
+
+    @property
+    def name(self) -> str:
+        """The cell in words."""
+        return " ".join(part for part in self.key if part)
+
+
+Key = tuple[str, str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row of the inventory with what it needs, spelt out."""
+
+    id: str
+    tier: str
+    title: str
+    upstream: str
+    ours: tuple[str, ...] = ()
+    """Files of ours that are the feature."""
+    absent: tuple[str, ...] = ()
+    """Those of `ours` that don't exist."""
+    lacks: tuple[str, ...] = ()
+    """Parts of the feature that are declared not built."""
+    cells: tuple[Cell, ...] = ()
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What the index knows of a golden that exists."""
+
+    sha: str
+    problem: str = ""
+    """Why it can't be used: damaged, of another schema, ..."""
+    floor: bool = True
+    """Whether the oracle's own noise was measured."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Limits that a status depends on."""
+
+    sha: str = ""
+    max_age_days: Mapping[str, int] = field(default_factory=lambda: {"T0": 14})
+    """By tier; `other_age_days` for the rest."""
+    other_age_days: int = 30
+    repeatable: tuple[str, ...] = ("cpu",)
+    """Devices on which one failure is enough."""
+
+    def age_limit(self, tier: str) -> dt.timedelta:
+        """How old evidence of a tier may get."""
+        return dt.timedelta(days=self.max_age_days.get(tier, self.other_age_days))
+
+
+@dataclass(frozen=True)
+class CellStatus:
+    """A cell, what it comes to and why."""
+
+    cell: Cell
+    status: str
+    reason: str
+    steps: tuple[str, ...] = ()
+    """How the status came about, one sentence a rule."""
+    row: Row | None = None
+    """The evidence that decided, if any did."""
+
+    @property
+    def headroom(self) -> float | None:
+        """The tightest limit over measured value of a graded cell; below 1 it fails."""
+        if self.row is None or not self.cell.golden:
+            return None
+        values = [check["headroom"] for check in self.row["checks"].values() if "headroom" in check]
+        return min(values, default=None)
+
+
+@dataclass(frozen=True)
+class FeatureStatus:
+    """A row of the ledger."""
+
+    feature: Feature
+    status: str
+    reason: str
+    cells: tuple[CellStatus, ...]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Cells by status."""
+        return Counter(cell.status for cell in self.cells)
+
+    @property
+    def evidence(self) -> list[str]:
+        """Ids of the rows that decided, each once."""
+        return list(dict.fromkeys(c.row["id"] for c in self.cells if c.row is not None))
+
+    @property
+    def headrooms(self) -> tuple[float, float] | None:
+        """(smallest, median) over the graded cells."""
+        found = [value for cell in self.cells if (value := cell.headroom) is not None]
+        return (min(found), statistics.median(found)) if found else None
+
+    @property
+    def kills(self) -> tuple[int, int]:
+        """(planted faults caught, planted faults required)."""
+        mutants = [cell for cell in self.cells if cell.cell.kind == "mutant"]
+        return sum(cell.status == "GREEN" for cell in mutants), len(mutants)
+
+    @property
+    def proven(self) -> str:
+        """Time of the oldest run that its greenness rests on; empty if it isn't green."""
+        times = [c.row["ts"] for c in self.cells if c.row is not None and c.status == "GREEN"]
+        return min(times, default="") if len(times) == len(self.cells) else ""
+
+
+def status(
+    features: Sequence[Feature],
+    goldens: Mapping[str, Golden],
+    evidence: Iterable[Row],
+    closures: Mapping[Key, Mapping[str, str]],
+    policy: Policy,
+    now: dt.datetime,
+) -> list[FeatureStatus]:
+    """The rows of the ledger, in the order of `features`.
+
+    closures: cell key -> {"fine", "coarse"} of the code that is here now; a cell that has none
+    can't be proven. The order of `evidence` doesn't matter.
+    """
+    rows = by_key(evidence)
+    found = []
+    for feature in features:
+        limit = policy.age_limit(feature.tier)
+        cells = [*feature.cells, *unasked(feature, rows)]
+        judged = tuple(
+            judge(cell, goldens, rows[cell.key], closures.get(cell.key), policy, limit, now)
+            for cell in cells
+        )
+        # What nobody asked for counts only when it fails.
+        judged = tuple(
+            c for c in judged if c.cell in feature.cells or RANK[c.status] >= RANK["SUSPECT"]
+        )
+        found.append(FeatureStatus(feature, *fold(feature, judged), judged))
+    return found
+
+
+def by_key(evidence: Iterable[Row]) -> dict[Key, list[Row]]:
+    """The rows of each cell, oldest first, without those that were retracted."""
+    listed = sorted(evidence, key=lambda row: (row["ts"], row["id"]))
+    retracted = {row["retracts"] for row in listed if row["verdict"] == "retract"}
+    rows: dict[Key, list[Row]] = defaultdict(list)
+    for row in listed:
+        if row["verdict"] != "retract" and row["id"] not in retracted:
+            rows[key_of(row)].append(row)
+    return rows
+
+
+def key_of(row: Row) -> Key:
+    """The key of the cell that a row tells of."""
+    device = str(row["device"].get("name", ""))
+    return (row["feature"], row["case"], row["provider"], device, row["mode"])
+
+
+def unasked(feature: Feature, rows: Mapping[Key, Sequence[Row]]) -> list[Cell]:
+    """Cells of the same case and another provider, device or mode that evidence tells of."""
+    asked = {cell.key for cell in feature.cells}
+    twins = {cell.key[:2]: cell for cell in feature.cells}
+    return [
+        Cell(*key, kind=twin.kind, golden=twin.golden, graded=twin.graded, command=twin.command)
+        for key in sorted(rows)
+        if key not in asked and (twin := twins.get(key[:2])) is not None
+    ]
+
+
+def fold(feature: Feature, cells: Sequence[CellStatus]) -> tuple[str, str]:
+    """(status, reason) of a feature: its worst cell, if it is built at all."""
+    if not feature.ours:
+        return "MISSING", f"not built; tier {feature.tier}"
+    if feature.absent:
+        return "MISSING", f"not there: {', '.join(feature.absent)}"
+    if not cells:
+        return "UNPROVEN", "no kind of evidence is asked for in parity/features.yaml"
+    worst = max(cells, key=lambda cell: RANK[cell.status])
+    if RANK[worst.status] < RANK["PARTIAL"] and feature.lacks:
+        return "PARTIAL", "not built: " + "; ".join(feature.lacks)
+    alike = sum(cell.status == worst.status for cell in cells)
+    if worst.status == "GREEN":
+        return "GREEN", f"{alike} of {len(cells)} cells shown"
+    words = f"{alike} of {len(cells)} cells, first {worst.cell.name}: {worst.reason}"
+    return worst.status, words
+
+
+def judge(
+    cell: Cell,
+    goldens: Mapping[str, Golden],
+    rows: Sequence[Row],
+    closure: Mapping[str, str] | None,
+    policy: Policy,
+    age_limit: dt.timedelta,
+    now: dt.datetime,
+) -> CellStatus:
+    """The status of one cell: the first rule that applies."""
+    steps: list[str] = []
+
+    def done(name: str, reason: str, row: Row | None = None) -> CellStatus:
+        return CellStatus(cell, name, reason, (*steps, f"{name}: {reason}"), row)
+
+    golden_sha = ""
+    if cell.golden:
+        golden = goldens.get(cell.golden)
+        if golden is None:
+            return done("UNPROVEN", f"no golden {cell.golden}")
+        if golden.problem:
+            return done("RED", f"golden {cell.golden}: {golden.problem}")
+        golden_sha = golden.sha
+        steps.append(f"the golden {cell.golden} is whole, sha256 {golden_sha[:12]}")
+    if closure is None:
+        return done("UNPROVEN", "there is no code here whose closure could be compared")
+    expected = Expected(closure, golden_sha, policy.sha if cell.graded else None)
+    current = [row for row in rows if not expected.cause(row)]
+    steps.append(f"{len(rows)} rows of evidence, {len(current)} of them of what is here now")
+
+    bad = [row for row in current if row["verdict"] in BAD]
+    bad = [row for row in bad if not superseded(row, current, closure)]
+    if bad:
+        # A device that is not known to repeat itself gets a second run before it is blamed.
+        blamed = cell.device in policy.repeatable or len(bad) > 1
+        name = "RED" if blamed else "SUSPECT"
+        return done(name, bad[-1].get("reason", bad[-1]["verdict"]), bad[-1])
+    steps.append("none of them failed")
+
+    passed = [row for row in current if row["verdict"] == "pass"]
+    if not passed:
+        return done(*_without_pass(rows, current, expected))
+    clean = [row for row in passed if not row["run"].get("dirty", True)]
+    if not clean:
+        return done("UNPROVEN", "it passed on a tree with uncommitted changes only", passed[-1])
+    steps.append(f"{len(clean)} clean runs passed")
+    sound = [row for row in clean if not weakness(cell, row)]
+    if not sound:
+        return done("UNPROVEN", weakness(cell, clean[-1]), clean[-1])
+    if cell.golden and not goldens[cell.golden].floor:
+        return done("UNPROVEN", f"the noise of the oracle of {cell.golden} is not known", sound[-1])
+    newest = sound[-1]
+    age = now - when(newest)
+    if age > age_limit:
+        return done("STALE", f"last shown {age.days} days ago", newest)
+    steps.append(f"the newest is {max(age.days, 0)} days old, the limit is {age_limit.days}")
+    details = newest.get("details", {})
+    if details.get("fallback"):
+        return done("YELLOW", f"passed by a weaker comparison: {details['fallback']}", newest)
+    if details.get("drift"):
+        return done("DRIFT", f"passed, but drifts: {details['drift']}", newest)
+    return done("GREEN", "shown", newest)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What evidence must be of to speak of what is here now."""
+
+    closure: Mapping[str, str]
+    golden_sha: str
+    policy_sha: str | None
+
+    def cause(self, row: Row) -> str:
+        """Why `row` is of something else; empty if it is not."""
+        if row["closure"].get("fine") != self.closure["fine"]:
+            return "the code has changed"
+        if row["golden_sha"] != self.golden_sha:
+            return "the golden has changed"
+        if self.policy_sha is not None and row["policy_sha"] != self.policy_sha:
+            return "the limits have changed"
+        return ""
+
+
+def superseded(row: Row, current: Sequence[Row], closure: Mapping[str, str]) -> bool:
+    """Whether code outside the fine closure changed after a failure, and it passed then.
+
+    Without a change a later pass takes nothing back: what fails now and then is broken.
+    """
+    if row["closure"].get("coarse") == closure.get("coarse"):
+        return False
+    return any(
+        other["verdict"] == "pass"
+        and other["ts"] > row["ts"]
+        and other["closure"].get("coarse") != row["closure"].get("coarse")
+        for other in current
+    )
+
+
+def weakness(cell: Cell, row: Row) -> str:
+    """Why a pass proves nothing; empty if it does."""
+    if toothless := sorted(name for name, caught in row["teeth"].items() if not caught):
+        return f"the case is degenerate: it lets {', '.join(toothless)} pass"
+    if cell.kind == "op":
+        selected = row["proof"].get("selected")
+        if selected != cell.provider:
+            return f"asked for provider {cell.provider}, {selected or 'an unknown one'} ran"
+    if fallbacks := row["proof"].get("fallbacks"):
+        return f"the provider fell back: {fallbacks}"
+    return ""
+
+
+def when(row: Row) -> dt.datetime:
+    """The time of a row."""
+    return dt.datetime.fromisoformat(row["ts"])
+
+
+def _without_pass(
+    rows: Sequence[Row], current: Sequence[Row], expected: Expected
+) -> tuple[str, str, Row | None]:
+    """(status, reason, row) of a cell that nothing has passed or failed as it is now."""
+    if current:
+        last = current[-1]
+        name = "BLOCKED" if last["verdict"] == "skip" else "UNPROVEN"
+        return name, last.get("reason", last["verdict"]), last
+    if rows:
+        last = rows[-1]
+        return "STALE", f"{expected.cause(last)} since {last['ts']} (was {last['verdict']})", last
+    return "UNPROVEN", "no run has looked at it", None

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of tests become evidence, and results that show nothing don't pass."""
+
+import json
+import os
+import re
+import subprocess
+import time
+
+import pytest
+from toy_checkout import build, forget, write
+
+from parity import collect, evidence, features
+from parity.behaviour import Closures
+from parity.cells import ours
+from parity.checkout import ROOT, Checkout
+from parity.collect import exit_code, run_tests
+from parity.op_table import OPS
+from parity.results import Result, matches, read_jsonl, read_junit, read_upstream, summarise
+from parity.schedule_traces import KINDS
+from vllmx.config import RunConfig
+from vllmx.exceptions import UserError
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """The checkout in small without any evidence."""
+    build(tmp_path, monkeypatch)
+    forget(tmp_path)
+    return tmp_path
+
+
+def call(**options):
+    """The exit code of collect."""
+    config = RunConfig()
+    for name, value in options.items():
+        setattr(config.parity, name, value)
+    return collect.run(config)
+
+
+def rows(root):
+    """The evidence by feature."""
+    return {row["feature"]: row for row in evidence.load(root / "parity" / "evidence")}
+
+
+@pytest.mark.parametrize(
+    ("selector", "test_id", "expected"),
+    [
+        ("tests/a/test_x.py", "tests/a/test_x.py::test_one", True),
+        ("tests/a/test_x.py", "tests/a/test_xy.py::test_one", False),
+        ("tests/a", "tests/a/test_x.py::test_one", True),
+        ("tests/a", "tests/ab/test_x.py::test_one", False),
+        ("t.py::test_one", "t.py::test_one[a-b]", True),
+        ("t.py::test_one", "t.py::test_one_more", False),
+        ("t.py::*one*", "t.py::test_one_more[x]", True),
+        ("t.py::test_one[a]", "t.py::test_one[a]", True),
+        ("t.py::test_one[a]", "t.py::test_onea", False),
+        ("t.py::TestA", "t.py::TestA::test_one", True),
+    ],
+)
+def test_a_selector_takes_whole_names(selector, test_id, expected):
+    assert matches(selector, test_id) is expected
+
+
+def results(*outcomes, **facts):
+    return [Result(f"t.py::test_{n}", outcome, **facts) for n, outcome in enumerate(outcomes)]
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "words"),
+    [
+        (results("passed", "passed"), "pass", ""),
+        (results("passed", "failed", "skipped"), "fail", "2 of 3 do not fail; first t.py::test_1"),
+        (results("passed", "skipped", reason="no gpu"), "skip", "t.py::test_1: no gpu"),
+        (results("passed", "not applicable"), "pass", ""),
+        (results("passed", "missing symbol"), "fail", "missing symbol"),
+        (results("passed", "not collected"), "fail", "not collected"),
+        (results("not applicable"), "invalid", "no test of it applies"),
+        (results("passed", "failed", expected=False), "invalid", "no test matches"),
+        ([], "invalid", "no test matches"),
+        ([Result("other.py::test_1", "passed")], "invalid", "no test matches"),
+    ],
+)
+def test_what_tests_come_to(found, verdict, words):
+    summary = summarise("t.py", found)
+    assert summary.verdict == verdict
+    assert words in summary.reason and bool(summary.reason) == (verdict != "pass")
+
+
+def test_a_failure_of_what_upstream_fails_too_is_none_of_ours():
+    found = [Result("t.py::a", "passed"), Result("t.py::b", "failed", expected=False)]
+    assert summarise("t.py", found).verdict == "pass"
+
+
+def test_another_set_of_tests_is_told_apart():
+    few, more = summarise("t.py", results("passed")), summarise("t.py", results("passed", "passed"))
+    assert few.details["ids"] != more.details["ids"]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "code"),
+    [
+        (["pass"], 0),
+        (["pass", "skip"], 3),
+        (["invalid", "skip"], 2),
+        (["fail", "invalid"], 1),
+        ([], 2),
+    ],
+)
+def test_exit_codes(verdicts, code):
+    assert exit_code(verdicts) == code
+
+
+def test_named_tests_are_run_and_told_of(root):
+    assert call(select="engine") == 0
+    row = rows(root)["engine.toy"]
+    assert row["verdict"] == "pass" and row["details"]["passed"] == 2
+    assert row["case"] == "tests/test_toy.py" and not row["run"]["dirty"]
+    assert Checkout(root).statuses(Checkout(root).as_of())[1].status == "GREEN"
+
+
+def test_tests_that_do_not_pass(root):
+    texts = {
+        "false": "def test_one():\n    assert 1 == 2\n",
+        "import": "import nothing_of_this_name\n",
+        "skip": "import pytest\ndef test_one():\n    pytest.skip('why')\n",
+        "empty": "X = 1\n",
+    }
+    for name, text in texts.items():
+        write(root, f"tests/test_{name}.py", text)
+    found = run_tests(root, [f"tests/test_{name}.py" for name in texts], 300.0)
+    for name, verdict, words in (
+        ("false", "fail", "assert 1 == 2"),
+        ("import", "fail", "nothing_of_this_name"),
+        ("skip", "skip", "1 of 1 skipped; first tests/test_skip.py::test_one: Skipped: why"),
+        ("empty", "invalid", "no test matches"),
+        ("toy", "invalid", "no test matches"),
+    ):
+        summary = summarise(f"tests/test_{name}.py", found)
+        assert (summary.verdict, words in summary.reason) == (verdict, True), summary
+
+
+def test_a_test_file_that_is_gone_is_invalid(root):
+    (root / "tests" / "test_toy.py").unlink()
+    assert call(select="engine") == 2
+    assert rows(root)["engine.toy"]["verdict"] == "invalid"
+
+
+def test_what_a_stopped_run_had_shown_is_kept(root, monkeypatch):
+    def stopped(command, env, timeout, **rest):
+        with open(env["VLLMX_TEST_RESULTS"], "w") as file:
+            file.write(json.dumps({"id": "tests/test_toy.py::test_one", "outcome": "passed"}))
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", stopped)
+    found = run_tests(root, ["tests/test_toy.py"], 8.0)
+    assert found == [Result("tests/test_toy.py::test_one", "passed")]
+
+
+def test_the_canary_fails_and_that_is_as_it_should_be(root, monkeypatch):
+    assert call(select="suite.canary") == 0
+    assert rows(root)["suite.canary"]["verdict"] == "fail"
+    monkeypatch.setattr("parity.canary.look", lambda: ("pass", ""))
+    assert call(select="suite.canary") == 2
+
+
+def test_nothing_to_run_is_an_error(root):
+    with pytest.raises(UserError, match="no tests"):
+        call(select="model.later")
+    with pytest.raises(UserError, match="no feature"):
+        call(select="nothing")
+
+
+# ---------------------------------------------------------------------- files of results
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.test_toy" name="test_one" time="0.5"/>
+<testcase classname="tests.test_toy.TestIn" name="test_two[a.b]" time="0.1"><failure
+ message="AssertionError: no"/></testcase>
+<testcase classname="tests.test_toy" name="test_three" file="tests/test_toy.py"><skipped
+ message="why"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_junit_is_read_in_both_families(tmp_path):
+    path = tmp_path / "r.xml"
+    path.write_text(JUNIT)
+    assert read_junit(path) == [
+        Result("tests/test_toy.py::test_one", "passed", "", 0.5),
+        Result("tests/test_toy.py::TestIn::test_two[a.b]", "failed", "AssertionError: no", 0.1),
+        Result("tests/test_toy.py::test_three", "skipped", "why", 0.0),
+    ]
+    path.write_text("<testsuites")
+    with pytest.raises(UserError, match="no JUnit file"):
+        read_junit(path)
+
+
+def test_the_worst_phase_of_a_test_counts(tmp_path):
+    path = tmp_path / "r.jsonl"
+    lines = [{"id": "a", "outcome": "passed"}, {"id": "a", "outcome": "failed", "reason": "late"}]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    assert read_jsonl(path) == [Result("a", "failed", "late")]
+
+
+def test_upstreams_table_is_read(tmp_path):
+    path = tmp_path / "upstream_tests.tsv"
+    path.write_text(
+        "id\tstatus\tupstream\tsymbol\treason\n"
+        "tests/v1/t.py::a\tpassed\tpasses\t\t\ntests/v1/t.py::b\tfailed\t\t\tray\n"
+    )
+    assert read_upstream(path) == [
+        Result("v1/t.py::a", "passed"),
+        Result("v1/t.py::b", "failed", "ray", expected=False),
+    ]
+    path.write_text("nothing\n")
+    with pytest.raises(UserError, match="not a table"):
+        read_upstream(path)
+
+
+def test_results_of_a_file_become_rows_unless_the_code_is_newer(root):
+    path = root / "r.xml"
+    path.write_text(JUNIT)
+    assert call(from_version=str(path)) == 1
+    assert rows(root)["engine.toy"]["verdict"] == "fail"
+    late = time.time() + 5
+    os.utime(root / "vllmx" / "engine.py", (late, late))
+    with pytest.raises(UserError, match=r"older than vllmx/engine\.py.*run the tests again"):
+        call(from_version=str(path))
+    path.write_text("<testsuites/>")
+    with pytest.raises(UserError, match="tells of nothing"):
+        call(from_version=str(path))
+    with pytest.raises(UserError, match="no file"):
+        call(from_version=str(root / "gone.xml"))
+
+
+# ---------------------------------------------------------------------- closures and declarations
+
+
+def test_fine_covers_test_helpers_and_files_of_ours_and_coarse_what_they_import(tmp_path):
+    write(tmp_path, "tests/a/test_x.py", "import helper\nfrom near import y\n")
+    write(tmp_path, "tests/helper.py", "import vllmx.far\n")
+    write(tmp_path, "tests/a/near.py", "y = 1\n")
+    write(tmp_path, "tests/a/conftest.py", "z = 1\n")
+    write(tmp_path, "vllmx/far.py", "def f():\n    from vllmx import farther\n")
+    write(tmp_path, "vllmx/farther.py", "w = 1\n")
+    write(tmp_path, "vllmx/mine.py", "v = 1\n")
+    files = ["tests/a/test_x.py", "vllmx/mine.py"]
+    before = Closures(tmp_path).closure(files)
+    assert Closures(tmp_path).closure(files) == before
+    for name, fine in (
+        ("tests/a/test_x.py", True),
+        ("tests/helper.py", True),
+        ("tests/a/near.py", True),
+        ("tests/a/conftest.py", True),
+        ("vllmx/mine.py", True),
+        ("vllmx/far.py", False),
+        ("vllmx/farther.py", False),
+    ):
+        text = (tmp_path / name).read_text()
+        write(tmp_path, name, "# a word\n" + text)
+        assert Closures(tmp_path).closure(files)["fine"] == before["fine"], name
+        write(tmp_path, name, text + "more = 2\n")
+        after = Closures(tmp_path).closure(files)
+        assert (after["fine"] != before["fine"]) == fine, name
+        assert after["coarse"] != before["coarse"], name
+        write(tmp_path, name, text)
+    assert Closures(tmp_path).closure([*files, "vllmx/gone.py"]) is None
+    assert Closures(tmp_path).closure([]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("no.such: {ours: [vllmx/a.py]}", "not in inventory.tsv: no.such"),
+        ("op.toy: {ours: [vllmx/a.py], status: [GREEN]}", "no key status"),
+        ("op.toy: {ours: vllmx/a.py}", "needs a list of strings"),
+        ("op.toy: {tests: [tests/a.py]}", "names no file of ours"),
+    ],
+)
+def test_a_slip_in_features_yaml_is_named(root, text, words):
+    write(root, "parity/features.yaml", text)
+    with pytest.raises(UserError, match=words):
+        Checkout(root).declared  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("id\ttier\tfeature\tupstream\na\tT9\tx\ty\n", "needs id, tier"),
+        ("id\ttier\tfeature\tupstream\na\tT0\tx\n", "needs id, tier"),
+        ("id\ttier\tfeature\tupstream\na\tT0\tx\ty\na\tT0\tx\ty\n", "a more than once"),
+        ("id\ttier\tfeature\tupstream\n", "no rows"),
+    ],
+)
+def test_a_torn_inventory_is_named(root, text, words):
+    write(root, "parity/inventory.tsv", text)
+    with pytest.raises(UserError, match=words):
+        Checkout(root).declared  # noqa: B018
+
+
+DECLARED = [feature for feature in features.load() if feature.ours]
+
+
+def test_every_row_of_the_inventory_comes_once_and_the_canary_last():
+    listed = features.load()
+    assert len(listed) == len({feature.id for feature in listed}) == 157
+    assert listed[-1].id == features.CANARY
+
+
+@pytest.mark.parametrize("feature", DECLARED, ids=lambda feature: feature.id)
+def test_declared_files_tests_ops_and_traces_exist(feature):
+    assert ours(feature, ROOT)[1] == ()
+    assert feature.needs or feature.id == features.CANARY
+    for selector in feature.needs.get("tests", ()):
+        file, _, name = selector.partition("::")
+        assert (ROOT / file).exists(), selector
+        if name:
+            text = (ROOT / file).read_text(encoding="utf-8")
+            names = re.findall(r"^(?:async )?def (test_\w+)", text, re.MULTILINE)
+            assert any(matches(f"{file}::{name}", f"{file}::{found}") for found in names), selector
+    assert set(feature.needs.get("schedule", ())) <= {*KINDS, "*"}
+    assert set(feature.needs.get("ops", ())) <= set(OPS)

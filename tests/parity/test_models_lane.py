@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole models against oracles: the gate's rules, the goldens, and who is blamed for a fault."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from oracles import sketch
+from parity import bisect, model_golden, policy
+from parity.golden import GoldenError
+from parity.model_engine import build, decoded, model_of, scored, streams
+from parity.model_gate import Ours, binomial_bound, judge
+from parity.model_replay import ModelLane, closure_of
+from parity.model_table import MODELS, POSITIONS, expected
+
+TINY = MODELS["tiny-llama"]
+LIMITS = policy.load().models["torch"]
+
+
+@pytest.fixture(scope="module")
+def goldens():
+    return model_golden.load(TINY)
+
+
+def perfect(want) -> Ours:
+    return Ours(np.arange(len(want.next)), want.ids, want.val.astype(np.float64), want.next)
+
+
+def failed(want, floor, got: Ours) -> set[str]:
+    return {name for name, check in judge(want, floor, got, LIMITS).items() if not check.ok}
+
+
+def test_a_copy_of_the_golden_passes_every_rule(goldens) -> None:
+    assert failed(*goldens, perfect(goldens[0])) == set()
+
+
+def test_each_rule_of_the_gate_refuses_what_it_is_for(goldens) -> None:
+    want, floor = goldens
+    good = perfect(want)
+    scaled = dataclasses.replace(good, val=good.val * 1.001)
+    assert "mean" in failed(want, floor, scaled)
+    rare = good.val.copy()
+    rare[:: len(rare) // 4, 0] -= 2.0
+    assert "exceedance" in failed(want, floor, dataclasses.replace(good, val=rare))
+    tail = good.val.copy()
+    tail[: len(tail) // 50 + 1, 0] -= 0.002
+    assert "p99" in failed(want, floor, dataclasses.replace(good, val=tail))
+    elsewhere = dataclasses.replace(good, ids=np.full_like(good.ids, 7) + np.arange(32))
+    assert "missing" in failed(want, floor, elsewhere)
+    broken = good.val.copy()
+    broken[5, 0] = math.nan
+    assert "finite" in failed(want, floor, dataclasses.replace(good, val=broken))
+    assert "next" in failed(want, floor, dataclasses.replace(good, next=good.next - 0.01))
+
+
+def test_a_flip_is_excused_only_where_one_side_was_not_sure(goldens) -> None:
+    want, floor = goldens
+    margins = want.val[:, 0] - want.val[:, 1]
+    sure, unsure = int(margins.argmax()), int(margins.argmin())
+
+    def flipped(row: int, margin: float) -> Ours:
+        ids, val = want.ids.copy(), want.val.astype(np.float64).copy()
+        ids[row, :2] = ids[row, 1::-1]
+        val[row, 0] = val[row, 1] + margin
+        return Ours(np.arange(len(ids)), ids, val, want.next)
+
+    assert "flips" in failed(want, floor, flipped(sure, 1.0))
+    assert "flips" not in failed(want, floor, flipped(sure, 1e-5))
+    assert margins[unsure] > 0
+
+
+def test_the_bound_of_a_count_is_that_of_the_binomial() -> None:
+    assert binomial_bound(816, 0.0) == 0
+    assert binomial_bound(816, 1 / 816) == 5
+    assert binomial_bound(10, 1.0) == 10
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_goldens_have_enough_positions_and_their_two_lanes_agree(name: str) -> None:
+    want, floor = model_golden.load(MODELS[name])
+    assert len(want.next) >= POSITIONS
+    assert np.abs(floor.val - want.val).mean() < 1e-4
+    assert (floor.top != want.top).mean() < 0.005
+    assert want.facts["oracle"]["version"] == "0.25.0"
+
+
+def test_sequences_are_those_that_the_table_asks_for(goldens) -> None:
+    want, _ = goldens
+    for sequence, prompt in zip(want.sequences, TINY.prompts()):
+        assert sequence[: len(prompt)] == prompt
+        assert len(sequence) == len(prompt) + TINY.max_tokens
+    assert want.sequences[len(TINY.prompts()) :] == TINY.forced()
+
+
+def test_a_damaged_or_missing_golden_is_invalid(tmp_path: Path) -> None:
+    (cell, *_) = expected("model.tiny-llama", "torch")
+    (row,) = ModelLane(folder=tmp_path).rows([cell])
+    assert row["verdict"] == "invalid" and "index" in row["reason"]
+    with pytest.raises(GoldenError):
+        model_golden.load(TINY, tmp_path)
+
+
+def test_replay_is_green_in_every_mode_and_red_with_a_layer_off_by_a_hundredth() -> None:
+    cells = list(expected("model.tiny-llama", "torch"))
+    rows = list(ModelLane().rows(cells))
+    assert [row["verdict"] for row in rows] == ["pass"] * 4, [row.get("reason") for row in rows]
+    assert {row["mode"] for row in rows} == {"bs1", "batch", "chunked", "prefix"}
+    assert all(all(row["teeth"].values()) for row in rows)
+    assert rows[0]["proof"]["selected"]["rms_norm"] == "torch"
+
+    llm = build(TINY, "torch", "cpu", chunked=False)
+    want, floor = model_golden.load(TINY)
+    try:
+        holder = model_of(llm).model.layers[2].mlp.down_proj
+        original = holder.forward
+        holder.forward = lambda x: original(x) * 1.01
+        assert failed(want, floor, scored(llm, want, one_by_one=False))
+        assert failed(want, floor, decoded(llm, want, TINY.prompts(), TINY.max_tokens))
+    finally:
+        llm.shutdown()
+
+
+def test_the_layer_with_a_planted_fault_is_blamed_and_none_without() -> None:
+    sequence = TINY.forced()[-1][:40]
+    llm = build(TINY, "torch", "cpu", chunked=False)
+    try:
+        want = np.stack(streams(llm, sequence))
+        clean = bisect.compare(want, streams(llm, sequence), streams(llm, sequence, graft=want))
+        assert bisect.blame(clean, LIMITS.stream) is None
+        layer = model_of(llm).model.layers[2]
+        original = layer.mlp.forward
+        layer.mlp.forward = lambda x: original(x) * 1.01
+        errors = bisect.compare(want, streams(llm, sequence), streams(llm, sequence, graft=want))
+    finally:
+        llm.shutdown()
+    assert bisect.blame(errors, LIMITS.stream) == 2
+    assert errors[3].propagated > 1e-4 > errors[3].local
+
+
+def test_sketches_keep_distances() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(64, 2048, generator=generator).numpy()
+    rows[:, :3] *= 60
+    other = rows + 1e-3 * torch.randn(64, 2048, generator=generator).numpy()
+    true = np.linalg.norm(other - rows)
+    estimate = np.linalg.norm(sketch.sketch(other) - sketch.sketch(rows))
+    assert abs(estimate / true - 1) < 0.1
+
+
+def test_a_change_of_the_model_changes_its_closure_and_not_that_of_another_family() -> None:
+    cells = {cell.entry.name: cell for cell in expected("model.tiny", "torch")}
+    shas = {name: closure_of(cell)["fine"] for name, cell in cells.items()}
+    assert len(set(shas.values())) == len(shas) == 3

@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay of ops: everything is green as it is, every fault is red, nothing missing passes."""
+
+import dataclasses
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parity import golden, op_cells, op_replay, replay, truths
+from parity import sampler_calls as calls
+from parity.dtypes import Array
+from parity.op_cells import OpCell, expected
+from parity.op_replay import Lane
+from parity.op_table import OPS, OWN
+from vllmx.config import RunConfig
+from vllmx.ir.select import load_ops
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """(rows, cells that are not asked) of a replay of everything."""
+    return replay.replay_ops("cpu")
+
+
+def test_every_op_of_the_op_table_passes_in_every_case_dtype_and_provider(whole):
+    rows, refused = whole
+    assert [(r["feature"], r["case"], r["reason"]) for r in rows if r["verdict"] != "pass"] == []
+    assert replay.exit_code(rows) == 0
+    assert len(rows) + len(refused) == len(expected("cpu"))
+    shown = {(row["feature"], row["provider"]) for row in rows}
+    for name, op in load_ops().items():
+        for provider in op.impls:
+            if (provider, "cpu") not in op_cells.OUTSIDE:
+                assert (f"op.{name}", provider) in shown, f"{name}[{provider}] is never replayed"
+    assert {f"sample.{name}" for name in OPS if OPS[name].sampler} <= {f for f, _ in shown}
+
+
+def test_float_ops_are_shown_in_three_dtypes_and_in_several_regimes(whole):
+    rows, _ = whole
+    for name in load_ops():
+        dtypes = {r["case"].split("/")[1] for r in rows if r["feature"] == f"op.{name}"}
+        assert dtypes == {"f32", "bf16", "f16"}, name
+        assert len(OPS[name].cases) >= 2
+
+
+def test_rows_say_how_close_and_that_wrong_copies_are_refused(whole):
+    rows, _ = whole
+    for row in rows:
+        assert row["teeth"] and all(row["teeth"].values()), (row["feature"], row["case"])
+        assert row["checks"]["repeat"] == {"measured": 0.0, "limit": 0.0, "headroom": 1e6}
+        assert row["proof"]["selected"] == row["provider"] and row["proof"]["calls"] == 2
+        assert row["golden_sha"] and row["closure"]["fine"] and row["policy_sha"]
+        assert row["oracle"]["version"]
+    graded = [row for row in rows if "rmse" in "".join(row["checks"])]
+    assert len(graded) > 250
+
+
+def test_no_op_is_without_cases():
+    assert op_cells.ops_without_cases() == []
+
+
+# --------------------------------------------------------------------------- planted faults
+
+
+def _rms(x, weight, epsilon, variance_size=None, mean=False, eps=None, drop=0):
+    wide = x.float()
+    part = wide[..., : variance_size or wide.shape[-1] - drop]
+    if mean:
+        wide = wide - wide.mean(-1, keepdim=True)
+    scale = (part.square().sum(-1, keepdim=True) / part.shape[-1]) + (
+        epsilon if eps is None else eps
+    )
+    wide = wide * scale.rsqrt()
+    return (wide if weight is None else wide.to(weight.dtype) * weight).to(x.dtype)
+
+
+def _attend(**change):
+    from vllmx.ir.ops.attention import paged_attention
+
+    def fn(**args):
+        return paged_attention.fn(**{**args, **{k: f(args) for k, f in change.items()}})
+
+    return fn
+
+
+def _rotated(change):
+    def fn(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
+        from vllmx.ir.ops.rotary import rotary_embedding
+
+        return rotary_embedding.fn(
+            *change(positions, query, key, head_size, cos_sin_cache, is_neox_style)
+        )
+
+    return fn
+
+
+def _late_cache(key, value, key_cache, value_cache, slot_mapping):
+    from vllmx.ir.ops.kv_cache import reshape_and_cache
+
+    reshape_and_cache.fn(key[:-1], value[:-1], key_cache, value_cache, slot_mapping[:-1])
+
+
+FAULTS = {
+    "epsilon of another config": ("rms_norm", lambda **a: _rms(**a, eps=1e-5)),
+    "no epsilon": ("rms_norm", lambda **a: _rms(**a, eps=0.0)),
+    "mean subtracted": ("rms_norm", lambda **a: _rms(**a, mean=True)),
+    "tail of the variance dropped": ("rms_norm", lambda **a: _rms(**a, drop=8)),
+    "residual not added": (
+        "fused_add_rms_norm",
+        lambda x, x_residual, weight, epsilon, variance_size: (
+            _rms(x, weight, epsilon, variance_size),
+            x + x_residual,
+        ),
+    ),
+    "residual rounded before the norm": (
+        "fused_add_rms_norm",
+        lambda x, x_residual, weight, epsilon, variance_size: (
+            _rms((x + x_residual).bfloat16().float(), weight, epsilon).to(x.dtype),
+            x + x_residual,
+        ),
+    ),
+    "gelu for silu": ("silu_and_mul", lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
+    "halves swapped": ("silu_and_mul", lambda x: F.silu(x.chunk(2, -1)[1]) * x.chunk(2, -1)[0]),
+    "gate clamped": (
+        "silu_and_mul",
+        lambda x: F.silu(x.chunk(2, -1)[0].clamp(max=7)) * x.chunk(2, -1)[1],
+    ),
+    "exact gelu for tanh": (
+        "gelu_and_mul",
+        lambda x, approximate: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    ),
+    "next position": (
+        "rotary_embedding",
+        _rotated(lambda p, q, k, h, c, n: (p + 1, q, k, h, c, n)),
+    ),
+    "other direction": (
+        "rotary_embedding",
+        _rotated(
+            lambda p, q, k, h, c, n: (
+                p,
+                q,
+                k,
+                h,
+                torch.cat((c.chunk(2, -1)[0], -c.chunk(2, -1)[1]), -1),
+                n,
+            )
+        ),
+    ),
+    "pairs for halves": (
+        "rotary_embedding",
+        _rotated(lambda p, q, k, h, c, n: (p, q, k, h, c, not n)),
+    ),
+    "positions beyond 32767 clamped": (
+        "rotary_embedding",
+        _rotated(lambda p, q, k, h, c, n: (p.clamp(max=32767), q, k, h, c, n)),
+    ),
+    "last of K dropped": (
+        "linear",
+        lambda x, weight, bias=None: F.linear(x[:, :-1], weight[:, :-1], bias),
+    ),
+    "a row for another": (
+        "linear",
+        lambda x, weight, bias=None: F.linear(x.roll(1, 0), weight, bias),
+    ),
+    "bias forgotten": ("linear", lambda x, weight, bias=None: F.linear(x, weight)),
+    "half a thousandth more": (
+        "linear",
+        lambda x, weight, bias=None: F.linear(x, weight, bias) * 1.0005,
+    ),
+    "an id off": (
+        "embedding",
+        lambda input_ids, weight: weight[(input_ids - 1).clamp(min=0).long()],
+    ),
+    "last token not stored": ("reshape_and_cache", _late_cache),
+    "sharper": ("paged_attention", _attend(scale=lambda a: a["scale"] * 1.001)),
+    "one key too few": (
+        "paged_attention",
+        _attend(seq_lens=lambda a: (a["seq_lens"] - 1).clamp(min=1)),
+    ),
+    "window one wider": (
+        "paged_attention",
+        _attend(sliding_window=lambda a: a["sliding_window"] and a["sliding_window"] + 1),
+    ),
+    "window one narrower": (
+        "paged_attention",
+        _attend(sliding_window=lambda a: a["sliding_window"] and a["sliding_window"] - 1),
+    ),
+    "no soft cap": ("paged_attention", _attend(soft_cap=lambda a: None)),
+    "blocks in order": (
+        "paged_attention",
+        _attend(block_table=lambda a: a["block_table"].sort(-1).values),
+    ),
+    "scales without their sign": (
+        "dequantize_gguf",
+        lambda data, qtype, dtype: load_ops()["dequantize_gguf"].fn(data, qtype, dtype).abs(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_turns_its_op_red(name, monkeypatch):
+    op, fault = FAULTS[name]
+    monkeypatch.setattr(load_ops()[op].impls["torch"], "fn", fault)
+    monkeypatch.setattr(op_replay, "closure_of", lambda cell: {"fine": "", "coarse": ""})
+    monkeypatch.setattr(op_replay, "_symbol", lambda cell: "")
+    cells = [c for c in expected("cpu", f"op.{op}/", "torch") if c.dtype == "f32"]
+    lane = Lane()
+    verdicts = Counter(lane.row(cell)["verdict"] for cell in cells)
+    assert verdicts["fail"] >= 1, verdicts
+
+
+SAMPLER_FAULTS = {
+    "temperature": lambda logits, temperature: logits / temperature.clamp(min=0.02).unsqueeze(1),
+    "penalties": lambda **a: calls.penalties(**{**a, "frequency": a["frequency"] * 0}),
+    "bad_words": lambda logits, words, output_tokens: logits,
+    "logit_bias": lambda **a: calls.logit_bias(**{**a, "min_tokens": {}}),
+    "min_p": lambda logits, min_p: calls.min_p(logits, min_p * 1.2),
+    "top_k_top_p": lambda logits, top_k, top_p: calls.top_k_top_p(logits, top_k, None),
+    "logprobs": lambda **a: calls.logprobs(**{**a, "logits": a["logits"] * 1.0001}),
+    "gumbel_noise": lambda seeds, positions, count: calls.gumbel_noise(seeds, positions + 1, count),
+    "seeded_token": lambda **a: calls.seeded_token(**{**a, "temperature": a["temperature"] * 0}),
+    "rope_table": lambda **a: calls.rope_table(**{**a, "rows": (a["rows"] - 1).clamp(min=0)}),
+}
+
+
+@pytest.mark.parametrize("op", SAMPLER_FAULTS)
+def test_a_planted_fault_in_the_sampler_turns_its_step_red(op, monkeypatch):
+    monkeypatch.setitem(calls.CALLS, op, SAMPLER_FAULTS[op])
+    lane = Lane()
+    cells = [c for c in expected("cpu") if c.op == op]
+    assert any(lane.row(cell)["verdict"] == "fail" for cell in cells)
+
+
+CELL = OpCell("rms_norm", "plain", "f32", "torch", "cpu")
+
+
+def _with(monkeypatch, fn) -> dict:
+    monkeypatch.setattr(load_ops()["rms_norm"].impls["torch"], "fn", fn)
+    monkeypatch.setattr(op_replay, "closure_of", lambda cell: {"fine": "", "coarse": ""})
+    monkeypatch.setattr(op_replay, "_symbol", lambda cell: "")
+    return Lane().row(CELL)
+
+
+def test_a_provider_that_raises_or_writes_its_input_is_an_error(monkeypatch):
+    row = _with(monkeypatch, lambda **a: 1 / 0)
+    assert row["verdict"] == "error" and "ZeroDivisionError" in row["reason"]
+
+    def writes(x, weight, epsilon, variance_size=None):
+        out = _rms(x, weight, epsilon, variance_size)
+        x.zero_()
+        return out
+
+    row = _with(monkeypatch, writes)
+    assert row["verdict"] == "error" and "changed its argument x" in row["reason"]
+
+
+def test_a_provider_that_does_not_repeat_itself_fails(monkeypatch):
+    count = iter(range(100))
+
+    def unsteady(x, weight, epsilon, variance_size=None):
+        return _rms(x, weight, epsilon, variance_size) + 1e-9 * next(count)
+
+    row = _with(monkeypatch, unsteady)
+    assert row["verdict"] == "fail" and "repeat 1" in row["reason"]
+
+
+def test_another_dtype_or_a_missing_output_fails(monkeypatch):
+    row = _with(monkeypatch, lambda **a: _rms(**a).double())
+    assert row["verdict"] == "fail" and "finite" in row["reason"]
+
+
+# ------------------------------------------------------------------- what must not pass
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the goldens of one op, indexed."""
+    shutil.copytree(golden.OPS / "rms_norm", tmp_path / "rms_norm")
+    shutil.copy(golden.OPS / "floors.json", tmp_path)
+    golden.write_index(tmp_path)
+    return tmp_path
+
+
+def _damaged(folder, what):
+    path = folder / CELL.golden
+    other = folder / "rms_norm" / "tinyvar.f32.safetensors"
+    if what == "missing":
+        path.unlink()
+    elif what == "cut":
+        path.write_bytes(path.read_bytes()[:-5])
+    elif what == "another golden":
+        shutil.copy(other, path)
+        golden.write_index(folder)
+    elif what == "not indexed":
+        index = golden.read_index(folder) | {CELL.golden: "0" * 64}
+        (folder / golden.INDEX).write_text(golden.canonical({"goldens": index}).decode())
+    elif what == "no index":
+        (folder / golden.INDEX).unlink()
+    elif what == "floors damaged":
+        (folder / "floors.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    "what", ["missing", "cut", "another golden", "not indexed", "no index", "floors damaged"]
+)
+def test_a_golden_that_is_not_sound_is_invalid(what, folder):
+    assert Lane(folder=folder).row(CELL)["verdict"] == "pass"
+    _damaged(folder, what)
+    row = Lane(folder=folder).row(CELL)
+    assert row["verdict"] == "invalid" and row["reason"], what
+    assert replay.exit_code([row]) == 2
+
+
+def test_inputs_that_are_drawn_otherwise_make_the_golden_invalid(monkeypatch):
+    case = OPS["rms_norm"].table.cases["rms_norm", "plain"]
+    other = dataclasses.replace(case, build=lambda m: case.build(m) | {"epsilon": 1e-5})
+    monkeypatch.setitem(OPS["rms_norm"].table.cases, ("rms_norm", "plain"), other)
+    row = Lane().row(CELL)
+    assert row["verdict"] == "invalid" and "other inputs" in row["reason"]
+
+
+def test_a_file_too_many_is_invalid(tmp_path):
+    row = Lane(folder=tmp_path).stray("rms_norm/old.f32.safetensors")
+    assert row["verdict"] == "invalid" and replay.exit_code([row]) == 2
+
+
+def test_exit_codes_name_the_worst(monkeypatch):
+    def rows(*verdicts):
+        return [{"verdict": verdict} for verdict in verdicts]
+
+    assert replay.exit_code(rows("pass", "pass")) == 0
+    assert replay.exit_code(rows("pass", "skip")) == 3
+    assert replay.exit_code(rows("pass", "skip", "invalid")) == 2
+    assert replay.exit_code(rows("skip", "invalid", "error")) == 1
+    assert replay.exit_code(rows("pass", "fail", "skip")) == 1
+    assert replay.exit_code([]) == 2
+
+
+def test_all_cells_run_after_a_failure(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(load_ops()["embedding"].impls["torch"], "fn", lambda **a: 1 / 0)
+    monkeypatch.setattr(op_replay, "closure_of", lambda cell: {"fine": "", "coarse": ""})
+    monkeypatch.setattr(op_replay, "_symbol", lambda cell: "")
+    config = RunConfig()
+    config.parity.select, config.parity.output_dir = "op.embedding,op.linear/plain", str(tmp_path)
+    assert replay.run(config) == 1
+    said = capsys.readouterr().out
+    assert "6 error" in said and "10 cells of 2 ops" in said and "4 pass" in said
+    assert len(next(tmp_path.glob("*.jsonl")).read_text().splitlines()) == 10
+
+
+def test_nothing_selected_is_not_success(capsys, tmp_path):
+    config = RunConfig()
+    config.parity.select, config.parity.output_dir = "op.no_such", str(tmp_path)
+    assert replay.run(config) == 2
+    assert "no cell matches" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_provider_without_its_library_is_blocked(monkeypatch):
+    impl = load_ops()["linear"].impls["fbgemm"]
+    monkeypatch.setattr(impl, "supported", "this build of torch has no fbgemm")
+    cells = expected("cpu", "op.linear/plain", "fbgemm")
+    assert [c.blocked for c in cells if c.dtype == "f32"] == ["this build of torch has no fbgemm"]
+    rows = [Lane().row(cell) for cell in cells]
+    assert {row["verdict"] for row in rows} == {"skip"} and replay.exit_code(rows) == 3
+
+
+def test_a_cell_of_a_gpu_has_the_same_golden():
+    on_cpu = {c.golden for c in expected("cpu", "op.rms_norm")}
+    on_gpu = expected("cuda", "op.rms_norm", "triton")
+    assert on_gpu and {c.golden for c in on_gpu if not c.refused} == on_cpu
+
+
+# -------------------------------------------------------------------------------- the truth
+
+
+def _truth(op, **arguments):
+    return truths.truth_of(op, arguments)
+
+
+def _float(values):
+    return Array("f64", np.asarray(values, np.float64))
+
+
+def test_the_truth_is_what_torch_computes_in_double():
+    """An independent second implementation: the truth itself could be wrong."""
+    rng = np.random.default_rng(11)
+    x, w = rng.normal(size=(5, 16)), rng.normal(size=16)
+    t = torch.from_numpy
+
+    def same(got, want):
+        np.testing.assert_allclose(got, want.numpy(), rtol=1e-12, atol=1e-14)
+
+    args = {"weight": _float(w), "epsilon": 1e-3, "variance_size": None}
+    want = F.rms_norm(t(x), (16,), t(w), 1e-3)
+    same(_truth("rms_norm", x=_float(x), **args)["out"], want)
+    total = F.rms_norm(t(2 * x), (16,), t(w), 1e-3)
+    same(_truth("fused_add_rms_norm", x=_float(x), x_residual=_float(x), **args)["out"], total)
+    a, u = t(x).chunk(2, -1)
+    same(_truth("silu_and_mul", x=_float(x))["out"], F.silu(a) * u)
+    for how in ("none", "tanh"):
+        got = _truth("gelu_and_mul", x=_float(x), approximate=how)["out"]
+        same(got, F.gelu(a, approximate=how) * u)
+    got = _truth("linear", x=_float(x), weight=_float(x), bias=_float(w[:5]))["out"]
+    same(got, F.linear(t(x), t(x), t(w[:5])))
+    q, k, v = (t(rng.normal(size=(6, 2, 8))) for _ in "qkv")
+    causal = F.scaled_dot_product_attention(
+        *(z.transpose(0, 1) for z in (q, k, v)), is_causal=True, scale=0.3
+    )
+    paged = {"block_table": Array("i32", np.array([[1, 0]], np.int32)), "scale": 0.3}
+    cache = {
+        name: _float(np.stack([np.pad(z.numpy()[4:], ((0, 2), (0, 0), (0, 0))), z.numpy()[:4]]))
+        for name, z in (("key_cache", k), ("value_cache", v))
+    }
+    lengths = {
+        "query_start_loc": Array("i32", np.array([0, 6], np.int32)),
+        "seq_lens": Array("i32", np.array([6], np.int32)),
+    }
+    found = _truth(
+        "paged_attention",
+        query=_float(q.numpy()),
+        **cache,
+        **paged,
+        **lengths,
+        sliding_window=None,
+        soft_cap=None,
+    )
+    same(found["out"], causal.transpose(0, 1))
+
+
+def test_no_case_is_without_truth_unless_it_is_exact():
+    for entry in OPS.values():
+        for output in entry.outputs:
+            if entry.kind_of(output) != "exact":
+                arguments = entry.cases[0].arguments(entry.cases[0].dtypes[0])
+                assert truths.truth_of(entry.name, arguments) is not None, entry.name
+    assert OWN == "vllmx"

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A status follows from evidence alone, and nothing that is taken away makes it better."""
+
+import datetime as dt
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parity.evidence import make_row
+from parity.status import RANK, STATUSES, Cell, Feature, Golden, Policy, status
+
+NOW = dt.datetime(2026, 6, 30, tzinfo=dt.UTC)
+CODE = {"fine": "f1", "coarse": "c1"}
+CELL = Cell("op.x", "plain/f32", "torch", "cpu", "eager", "op", "ops/x", graded=True)
+POLICY = Policy(sha="p1")
+GOLDENS = {"ops/x": Golden("g1")}
+
+
+def row(verdict="pass", day=29, cell=CELL, **fields):
+    """An evidence row that makes `cell` green unless told otherwise."""
+    facts = {
+        "feature": cell.feature,
+        "case": cell.case,
+        "provider": cell.provider,
+        "device": {"name": cell.device},
+        "mode": cell.mode,
+        "golden_sha": "g1",
+        "closure": CODE,
+        "policy_sha": "p1",
+        "oracle": {},
+        "verdict": verdict,
+        "checks": {},
+        "teeth": {"zeros": True},
+        "proof": {"selected": cell.provider},
+        "run": {"dirty": False},
+        "ts": f"2026-06-{day:02}T00:00:00Z",
+        **fields,
+    }
+    if verdict != "pass":
+        facts.setdefault("reason", verdict)
+    return make_row(**facts)
+
+
+def feature(*cells, **facts):
+    """A built feature of tier T0 with these cells."""
+    return Feature("a.b", "T0", "A", "v1/a.py", cells=cells, **{"ours": ("vllmx/a.py",), **facts})
+
+
+def judged(rows, cells=(CELL,), goldens=GOLDENS, closure=CODE, policy=POLICY, now=NOW, **facts):
+    """The ledger row of a feature with `cells`, given `rows`."""
+    closures = {cell.key: closure for cell in cells} if closure else {}
+    (found,) = status([feature(*cells, **facts)], goldens, rows, closures, policy, now)
+    return found
+
+
+def test_a_clean_pass_of_this_code_golden_and_limits_is_green():
+    found = judged([row()])
+    assert (found.status, found.reason) == ("GREEN", "1 of 1 cells shown")
+    assert found.proven == "2026-06-29T00:00:00Z"
+
+
+@pytest.mark.parametrize(
+    ("rows", "facts", "expected", "reason"),
+    [
+        ([], {}, "UNPROVEN", "no run has looked at it"),
+        ([], {"ours": ()}, "MISSING", "not built; tier T0"),
+        ([row()], {"absent": ("vllmx/a.py",)}, "MISSING", "not there: vllmx/a.py"),
+        ([row()], {"cells": ()}, "UNPROVEN", "no kind of evidence is asked for"),
+        ([row()], {"goldens": {}}, "UNPROVEN", "no golden ops/x"),
+        ([row()], {"goldens": {"ops/x": Golden("g1", "damaged: cut")}}, "RED", "damaged: cut"),
+        ([row()], {"goldens": {"ops/x": Golden("g2")}}, "STALE", "the golden has changed"),
+        (
+            [row()],
+            {"goldens": {"ops/x": Golden("g1", floor=False)}},
+            "UNPROVEN",
+            "noise of the",
+        ),
+        ([row()], {"closure": {"fine": "f2", "coarse": "c1"}}, "STALE", "the code has changed"),
+        ([row("fail")], {"closure": {"fine": "f2", "coarse": "c1"}}, "STALE", "(was fail)"),
+        ([row()], {"closure": None}, "UNPROVEN", "no code here"),
+        ([row()], {"closure": {"fine": "f1", "coarse": "c2"}}, "GREEN", "shown"),
+        ([row()], {"policy": Policy(sha="p2")}, "STALE", "the limits have changed"),
+        ([row()], {"now": NOW + dt.timedelta(days=20)}, "STALE", "last shown 21 days ago"),
+        ([row(run={"dirty": True})], {}, "UNPROVEN", "uncommitted changes"),
+        ([row(run={})], {}, "UNPROVEN", "uncommitted changes"),
+        ([row(proof={"selected": "sdpa"})], {}, "UNPROVEN", "asked for provider torch, sdpa ran"),
+        ([row(proof={})], {}, "UNPROVEN", "an unknown one ran"),
+        ([row(proof={"selected": "torch", "fallbacks": 2})], {}, "UNPROVEN", "fell back"),
+        ([row(teeth={"zeros": False})], {}, "UNPROVEN", "it lets zeros pass"),
+        ([row(details={"drift": "row"})], {}, "DRIFT", "row"),
+        ([row(details={"fallback": "allclose"})], {}, "YELLOW", "allclose"),
+        ([row("skip")], {}, "BLOCKED", "skip"),
+        ([row("invalid")], {}, "UNPROVEN", "invalid"),
+        ([row("fail")], {}, "RED", "fail"),
+        ([row("error")], {}, "RED", "error"),
+        ([row(), row("fail", day=28)], {}, "RED", "fail"),
+        ([row()], {"lacks": ("this part",)}, "PARTIAL", "this part"),
+        ([row("fail")], {"lacks": ("this part",)}, "RED", "fail"),
+    ],
+)
+def test_each_state_has_its_status_and_says_why(rows, facts, expected, reason):
+    if "cells" in facts:
+        (found,) = status([feature()], GOLDENS, rows, {}, POLICY, NOW)
+    else:
+        found = judged(rows, **facts)
+    assert found.status == expected, found.reason
+    words = found.reason + " ".join(cell.reason for cell in found.cells)
+    assert reason in words
+
+
+def test_one_failure_on_a_device_that_may_err_is_suspect_and_two_are_red():
+    gpu = Cell("op.x", "plain/f32", "torch", "cuda", "eager", "op", "ops/x", graded=True)
+    first = row("fail", cell=gpu)
+    assert judged([first], (gpu,)).status == "SUSPECT"
+    assert judged([first, row("fail", day=30, cell=gpu)], (gpu,)).status == "RED"
+    assert judged([first, row(day=30, cell=gpu)], (gpu,)).status == "SUSPECT"
+
+
+def test_a_later_pass_does_not_take_a_failure_back_but_a_retraction_does():
+    failure = row("fail", day=20)
+    assert judged([failure, row(day=21)]).status == "RED"
+    withdrawn = row("retract", day=22, retracts=failure["id"], reason="issue 7")
+    assert judged([failure, row(day=21), withdrawn]).status == "GREEN"
+
+
+def test_a_failure_is_over_once_other_code_changed_and_it_passed_then():
+    failure = row("fail", day=20, closure={"fine": "f1", "coarse": "c0"})
+    assert judged([failure]).status == "RED"
+    assert judged([failure, row(day=21, closure={"fine": "f1", "coarse": "c0"})]).status == "RED"
+    assert judged([failure, row(day=21)]).status == "GREEN"
+    back = {"fine": "f1", "coarse": "c0"}
+    assert judged([failure, row(day=21)], closure=back).status == "RED"
+
+
+def test_a_renamed_provider_is_not_green():
+    other = Cell("op.x", "plain/f32", "renamed", "cpu", "eager", "op", "ops/x", graded=True)
+    assert judged([row()], (other,)).status == "UNPROVEN"
+
+
+def test_failures_of_a_provider_that_nobody_asked_for_count_and_passes_do_not():
+    other = Cell("op.x", "plain/f32", "triton", "cpu", "eager", "op", "ops/x", graded=True)
+    closures = {CELL.key: CODE, other.key: CODE}
+    for verdict, expected, cells in (("fail", "RED", 2), ("pass", "GREEN", 1)):
+        rows = [row(), row(verdict, cell=other)]
+        (found,) = status([feature(CELL)], GOLDENS, rows, closures, POLICY, NOW)
+        assert (found.status, len(found.cells)) == (expected, cells)
+
+
+def test_required_faults_that_survive_make_a_row_red_and_are_counted():
+    mutants = [Cell("mutant.m", str(n), "torch", "cpu", "eager", "mutant") for n in range(3)]
+    plain = {"golden_sha": "", "teeth": {}}
+    rows = [row(), *(row(cell=m, **plain) for m in mutants[:2])]
+    found = judged([*rows, row("fail", cell=mutants[2], **plain)], (CELL, *mutants))
+    assert (found.status, found.kills) == ("RED", (2, 3))
+
+
+def test_headroom_is_the_tightest_check():
+    checks = {"rmse": {"measured": 1.0, "limit": 2.0, "headroom": 2.0}}
+    checks["row"] = {"measured": 2.0, "limit": 3.0, "headroom": 1.5}
+    assert judged([row(checks=checks)]).headrooms == (1.5, 1.5)
+
+
+# ---------------------------------------------------------------------- for all evidence
+
+ROWS = st.builds(
+    lambda verdict, day, fine, coarse, golden, policy, dirty, selected, device: row(
+        verdict,
+        day,
+        closure={"fine": fine, "coarse": coarse},
+        golden_sha=golden,
+        policy_sha=policy,
+        run={"dirty": dirty},
+        proof={"selected": selected},
+        device={"name": device},
+    ),
+    verdict=st.sampled_from(["pass", "pass", "pass", "fail", "error", "skip", "invalid"]),
+    day=st.integers(1, 29),
+    fine=st.sampled_from(["f1", "f1", "f0"]),
+    coarse=st.sampled_from(["c1", "c0"]),
+    golden=st.sampled_from(["g1", "g1", "g0"]),
+    policy=st.sampled_from(["p1", "p1", "p0"]),
+    dirty=st.booleans(),
+    selected=st.sampled_from(["torch", "torch", "sdpa"]),
+    device=st.sampled_from(["cpu", "cuda"]),
+)
+CELLS = (CELL, Cell("op.x", "plain/f32", "torch", "cuda", "eager", "op", "ops/x", graded=True))
+
+
+def rank(rows):
+    """How far from green the rows leave the feature."""
+    return RANK[judged(rows, CELLS).status]
+
+
+@given(st.lists(ROWS, max_size=8))
+@settings(max_examples=150, deadline=None)
+def test_green_needs_a_clean_current_pass_of_every_cell(rows):
+    found = judged(rows, CELLS)
+    if found.status in ("GREEN", "DRIFT", "YELLOW"):
+        for cell in found.cells:
+            decided = cell.row
+            assert decided["verdict"] == "pass" and not decided["run"]["dirty"]
+            assert decided["closure"]["fine"] == "f1" and decided["golden_sha"] == "g1"
+            assert decided["policy_sha"] == "p1" and decided["proof"]["selected"] == "torch"
+            assert decided["device"]["name"] == cell.cell.device
+
+
+@given(st.lists(ROWS, max_size=8), st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_the_order_of_evidence_does_not_matter(rows, random):
+    shuffled = list(rows)
+    random.shuffle(shuffled)
+    assert judged(rows, CELLS) == judged(shuffled, CELLS)
+
+
+@given(st.lists(ROWS, min_size=1, max_size=8), st.data())
+@settings(max_examples=200, deadline=None)
+def test_deleting_a_pass_never_makes_it_better(rows, data):
+    index = data.draw(st.integers(0, len(rows) - 1))
+    if rows[index]["verdict"] == "pass":
+        rest = [r for r in rows if r["id"] != rows[index]["id"]]
+        assert rank(rest) >= rank(rows)
+
+
+@given(st.lists(ROWS, max_size=8), ROWS)
+@settings(max_examples=200, deadline=None)
+def test_adding_a_failure_never_makes_it_better(rows, extra):
+    if extra["verdict"] in ("fail", "error"):
+        assert rank([*rows, extra]) >= rank(rows)
+
+
+@given(st.lists(ROWS, max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_a_missing_golden_or_code_is_never_green(rows):
+    assert judged(rows, CELLS, goldens={}).status not in ("GREEN", "DRIFT", "YELLOW")
+    assert judged(rows, CELLS, closure=None).status not in ("GREEN", "DRIFT", "YELLOW")
+    assert judged([], CELLS).status == "UNPROVEN"
+
+
+def test_every_status_has_a_rank():
+    assert set(RANK) == set(STATUSES)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each verb of `vllmx parity` is a module of parity/, its keys stand alone, and a box is a box."""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+
+import parity
+from parity import nightly
+from parity.nightly import MEANING, STEPS, Outcome, Step, gravest, run_all, run_step
+from vllmx.cli import compose_runs, main, parse
+from vllmx.config import PARITY_VERBS, RunConfig
+from vllmx.exceptions import UserError
+
+def options(*words):
+    """ParityConfig of a command line."""
+    ((_, run),) = compose_runs(parse(["parity", *words]))
+    return run.parity
+
+
+@pytest.mark.parametrize("verb", PARITY_VERBS)
+def test_a_verb_is_a_module_with_run_or_refused_by_name(verb):
+    name = f"parity.{verb.replace('-', '_')}"
+    if find_spec(name) is not None:
+        assert callable(import_module(name).run)
+        return
+    config = RunConfig()
+    config.parity.verb = verb
+    with pytest.raises(UserError, match=f"vllmx parity {verb}: this checkout has no"):
+        parity.run(config)
+
+
+def test_keys_may_be_written_without_their_node():
+    found = options("census", "from=0.25.0", "to=0.26.0", "--json")
+    assert (found.verb, found.from_version, found.to_version) == ("census", "0.25.0", "0.26.0")
+    assert found.json and not found.check
+    assert options("replay", "select=op.rms_norm", "provider=cpu").provider == "cpu"
+    assert options("replay", "parity.select=x").select == "x"
+    assert options("ledger", "--check", "--tier", "T1").check
+    assert options("explain", "kv.specs").select == "kv.specs"
+    assert options("upstream-tests", "--select", "v1/core,v1/engine").select == "v1/core,v1/engine"
+
+
+def test_sweeps_run_every_combination():
+    runs = list(compose_runs(parse(["parity", "replay", "-m", "provider=torch,cpu", "select=a,b"])))
+    assert [(run.parity.provider, run.parity.select) for _, run in runs] == [
+        ("torch", "a"),
+        ("torch", "b"),
+        ("cpu", "a"),
+        ("cpu", "b"),
+    ]
+
+
+def test_device_and_cache_keep_their_groups():
+    ((_, run),) = compose_runs(parse(["parity", "replay", "device=cpu", nightly.MEMORY]))
+    assert run.device.device == "cpu" and run.cache.gpu_memory_utilization == 0.4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["ledgr"], "Did you mean ledger?"),
+        (["ledger", "tier=T9"], "T9"),
+        (["ledger", "--tier", "T9"], "not one of T0, T1, T2, T3"),
+        (["ledger", "selekt=x"], "selekt"),
+        (["plan", "minutes=0"], "greater than 0"),
+        ([], "needs a verb: one of census"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_2(words, message, capsys):
+    assert main(["parity", *words]) == 2
+    told = capsys.readouterr().err.strip().splitlines()
+    assert len(told) == 1 and message in told[0]
+
+
+def test_what_evidence_goldens_and_limits_complain_of_is_the_users(monkeypatch):
+    from parity.evidence import EvidenceError
+
+    config = RunConfig()
+    config.parity.verb = "ledger"
+
+    def broken(config):
+        raise EvidenceError("x.jsonl:3: changed")
+
+    monkeypatch.setattr("parity.ledger.run", broken)
+    with pytest.raises(UserError, match=r"parity ledger: x\.jsonl:3: changed"):
+        parity.run(config)
+    config.parity.verb = "nothing"
+    with pytest.raises(UserError, match="has no parity/nothing"):
+        parity.run(config)
+
+
+# ---------------------------------------------------------------------- the nightly run
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ([0, 0], 0),
+        ([0, 3], 3),
+        ([3, 2], 2),
+        ([0, None], 2),
+        ([2, 1], 1),
+        ([0, -9], 1),
+    ],
+)
+def test_the_gravest_outcome_counts(codes, code):
+    assert gravest([Outcome("x", c, 0.0) for c in codes]) == code
+
+
+def test_steps_are_verbs_and_the_canary_is_the_first():
+    assert STEPS[0].name == "canary"
+    assert {step.arguments[0] for step in STEPS} <= set(PARITY_VERBS)
+    assert set(MEANING) == {0, 1, 2, 3, None}
+
+
+def fake(monkeypatch, codes):
+    """Replace the steps' processes; returns what was asked for."""
+    asked = []
+
+    def run_one(step, seconds, device):
+        asked.append((step.name, seconds))
+        return Outcome(step.name, codes.get(step.name, 0), 0.0)
+
+    monkeypatch.setattr(nightly, "run_step", run_one)
+    return asked
+
+
+def test_a_failure_does_not_stop_the_run_but_a_lost_canary_does(monkeypatch):
+    asked = fake(monkeypatch, {"replay": 1})
+    run_all(STEPS, 3600.0, "cpu")
+    assert [name for name, _ in asked] == [s.name for s in STEPS] + ["ledger", "report"]
+    asked = fake(monkeypatch, {"canary": 2})
+    assert gravest(run_all(STEPS, 3600.0, "cpu")) == 2
+    assert [name for name, _ in asked] == ["canary", "ledger", "report"]
+
+
+def test_no_step_gets_more_than_its_share_or_the_time_kept_for_the_report(monkeypatch):
+    asked = fake(monkeypatch, {})
+    run_all(STEPS, 1000.0, "cpu")
+    for step, (_, seconds) in zip(STEPS, asked):
+        assert seconds <= min(1000.0 * step.share, 1000.0 - nightly.LAST_SECONDS) + 1e-6
+    assert all(seconds >= nightly.LAST_SECONDS for _, seconds in asked[len(STEPS) :])
+
+
+def test_a_step_without_time_or_module_does_not_pass(monkeypatch):
+    assert run_step(Step("x", ("ledger",)), 0.0, "cpu").code is None
+    assert run_step(Step("x", ("unheard-of",)), 9.0, "cpu").code == 3
+    monkeypatch.setattr(sys, "executable", "/bin/sleep")
+    assert run_step(Step("x", ("ledger",)), 5.0, "cpu").code not in (0, None)
+
+
+def test_unknown_steps_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        nightly.main(["--only", "nothing"])
+    assert "no step nothing" in capsys.readouterr().err

@@ -1,0 +1,487 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels of attention over the paged cache.
+
+Decode, one new token a request: the rows of a program are the query heads that share a key head,
+and the keys of a request are split over `SPLITS` programs, whose parts a second kernel joins. How
+many keys there are is read on the device, so a launch may be replayed in a CUDA graph.
+
+Prefill: the rows of a program are some new tokens of one request times the heads that share a key
+head. Which tokens, is a list made on the host (`PREFILL_ROWS`).
+
+Keys that are masked are never loaded: what no request has written may be NaN. Softmax is online,
+in float32, base 2. In Triton's interpreter (`WIDE`) products are taken in float32 too.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllmx.platform import has
+
+if TYPE_CHECKING or has("triton"):
+    import triton
+    import triton.language as tl
+
+    SUPPORTED: bool | str = True
+else:
+    SUPPORTED = "the package triton is not installed"
+
+LOG2_E = 1.4426950408889634
+DECODE_KEYS = 64
+"""Keys that a decode program looks at together."""
+PREFILL_ROWS = 128
+"""Rows of a prefill program: new tokens times the query heads of a key head. A quarter in float32,
+whose products are taken element by element."""
+MAX_SPLITS = 32
+INTERPRETED_PROCESSORS = 4
+"""Multiprocessors that Triton's interpreter is taken to have: splits are then tested too."""
+
+
+if SUPPORTED is True:
+
+    @triton.jit
+    def _load_keys(
+        cache_ptr,
+        table_row,
+        positions,
+        inside,
+        block_stride,
+        slot_stride,
+        columns,
+        in_head,
+        BLOCK_SIZE: tl.constexpr,
+        WHOLE_HEADS: tl.constexpr,
+    ):
+        """Rows of a cache at `positions` of one request; [positions, columns], zero outside."""
+        block = tl.load(table_row + positions // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        rows = cache_ptr + block * block_stride + (positions % BLOCK_SIZE) * slot_stride
+        pointers = rows[:, None] + columns[None, :]
+        if WHOLE_HEADS:
+            return tl.load(pointers, mask=inside[:, None], other=0.0)
+        return tl.load(pointers, mask=inside[:, None] & in_head[None, :], other=0.0)
+
+    @triton.jit
+    def _scores(query, keys, scale, soft_cap, HAS_CAP: tl.constexpr, WIDE: tl.constexpr):
+        """query @ keys.T scaled and capped, times log2(e), float32."""
+        if WIDE:
+            scores = tl.dot(query, tl.trans(keys.to(tl.float32)), input_precision="ieee")
+        else:
+            scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
+        scores *= scale
+        if HAS_CAP:
+            # tanh by its definition: 1 - 2 / (e^2x + 1), right at both ends.
+            scores = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * scores / soft_cap) + 1.0))
+        return scores * 1.4426950408889634
+
+    @triton.jit
+    def _accumulate(best, total, out, scores, values, WIDE: tl.constexpr, COMPUTE: tl.constexpr):
+        """One step of the online softmax."""
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        # A row that has seen no key yet has -inf for its best, and -inf - -inf is NaN.
+        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weights = tl.exp2(scores - safe[:, None])
+        shrink = tl.exp2(best - safe)
+        total = total * shrink + tl.sum(weights, axis=1)
+        if WIDE:
+            part = tl.dot(weights, values.to(tl.float32), input_precision="ieee")
+        else:
+            part = tl.dot(weights.to(COMPUTE), values.to(COMPUTE), input_precision="ieee")
+        return new_best, total, out * shrink[:, None] + part
+
+    @triton.jit
+    def _decode_kernel(
+        query_ptr,
+        query_stride,
+        key_ptr,
+        value_ptr,
+        key_block_stride,
+        key_slot_stride,
+        value_block_stride,
+        value_slot_stride,
+        table_ptr,
+        table_stride,
+        seq_lens_ptr,
+        out_ptr,
+        part_ptr,
+        weight_ptr,
+        scale,
+        soft_cap,
+        window,
+        GROUP: tl.constexpr,
+        ROWS: tl.constexpr,
+        HEAD_SIZE: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        BLOCK_SIZE: tl.constexpr,
+        KEYS: tl.constexpr,
+        SPLITS: tl.constexpr,
+        HAS_WINDOW: tl.constexpr,
+        HAS_CAP: tl.constexpr,
+        WIDE: tl.constexpr,
+    ):
+        request = tl.program_id(0).to(tl.int64)
+        kv_head = tl.program_id(1)
+        num_kv_heads = tl.num_programs(1)
+        split = tl.program_id(2)
+        compute = query_ptr.dtype.element_ty
+        rows = tl.arange(0, ROWS)
+        columns = tl.arange(0, COLUMNS)
+        in_head = columns < HEAD_SIZE
+        in_group = rows < GROUP
+        heads = kv_head * GROUP + rows
+        mask = in_group[:, None] & in_head[None, :]
+
+        seq_len = tl.load(seq_lens_ptr + request)
+        start = 0
+        if HAS_WINDOW:
+            start = tl.maximum(seq_len - window, 0)
+        first, stop = start, seq_len
+        if SPLITS > 1:
+            steps = tl.cdiv(tl.cdiv(seq_len - start, KEYS), SPLITS)
+            first = start + split * steps * KEYS
+            stop = tl.minimum(first + steps * KEYS, seq_len)
+
+        best = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        out = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if first < stop:
+            places = heads[:, None] * HEAD_SIZE + columns[None, :]
+            query = tl.load(query_ptr + request * query_stride + places, mask=mask, other=0.0)
+            if WIDE:
+                query = query.to(tl.float32)
+            table_row = table_ptr + request * table_stride
+            head_start = kv_head * HEAD_SIZE
+            for begin in range(first, stop, KEYS):
+                positions = begin + tl.arange(0, KEYS)
+                inside = positions < stop
+                keys = _load_keys(
+                    key_ptr + head_start,
+                    table_row,
+                    positions,
+                    inside,
+                    key_block_stride,
+                    key_slot_stride,
+                    columns,
+                    in_head,
+                    BLOCK_SIZE,
+                    HEAD_SIZE == COLUMNS,
+                )
+                values = _load_keys(
+                    value_ptr + head_start,
+                    table_row,
+                    positions,
+                    inside,
+                    value_block_stride,
+                    value_slot_stride,
+                    columns,
+                    in_head,
+                    BLOCK_SIZE,
+                    HEAD_SIZE == COLUMNS,
+                )
+                scores = _scores(query, keys, scale, soft_cap, HAS_CAP, WIDE)
+                scores = tl.where(inside[None, :], scores, float("-inf"))
+                best, total, out = _accumulate(best, total, out, scores, values, WIDE, compute)
+
+        # A padding request has no keys: its output is zero.
+        out = out / tl.where(total == 0.0, 1.0, total)[:, None]
+        row = request * num_kv_heads * GROUP + heads
+        if SPLITS == 1:
+            places = out_ptr + row[:, None] * HEAD_SIZE + columns[None, :]
+            tl.store(places, out.to(compute), mask=mask)
+        else:
+            # Without keys the best is -inf, and so is the weight.
+            weight = best + tl.log2(tl.where(total == 0.0, 1.0, total))
+            tl.store(weight_ptr + row * SPLITS + split, weight, mask=in_group)
+            if first < stop:
+                places = (row[:, None] * SPLITS + split) * HEAD_SIZE + columns[None, :]
+                tl.store(part_ptr + places, out, mask=mask)
+
+    @triton.jit
+    def _join_splits_kernel(
+        part_ptr,
+        weight_ptr,
+        out_ptr,
+        HEAD_SIZE: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        SPLITS: tl.constexpr,
+    ):
+        row = tl.program_id(0).to(tl.int64)
+        splits = tl.arange(0, SPLITS)
+        columns = tl.arange(0, COLUMNS)
+        in_head = columns < HEAD_SIZE
+        weights = tl.load(weight_ptr + row * SPLITS + splits)
+        best = tl.max(weights, axis=0)
+        # Parts without keys were not written.
+        weights = tl.where(weights == float("-inf"), 0.0, tl.exp2(weights - best))
+        seen = weights > 0.0
+        places = (row * SPLITS + splits)[:, None] * HEAD_SIZE + columns[None, :]
+        parts = tl.load(part_ptr + places, mask=seen[:, None] & in_head[None, :], other=0.0)
+        total = tl.sum(weights, axis=0)
+        out = tl.sum(parts * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+        place = out_ptr + row * HEAD_SIZE + columns
+        tl.store(place, out.to(out_ptr.dtype.element_ty), mask=in_head)
+
+    @triton.jit
+    def _prefill_kernel(
+        query_ptr,
+        query_stride,
+        key_ptr,
+        value_ptr,
+        key_block_stride,
+        key_slot_stride,
+        value_block_stride,
+        value_slot_stride,
+        table_ptr,
+        table_stride,
+        query_start_ptr,
+        seq_lens_ptr,
+        tile_ptr,
+        out_ptr,
+        scale,
+        soft_cap,
+        window,
+        GROUP: tl.constexpr,
+        TOKENS: tl.constexpr,
+        ROWS: tl.constexpr,
+        HEAD_SIZE: tl.constexpr,
+        COLUMNS: tl.constexpr,
+        BLOCK_SIZE: tl.constexpr,
+        KEYS: tl.constexpr,
+        HAS_WINDOW: tl.constexpr,
+        HAS_CAP: tl.constexpr,
+        WIDE: tl.constexpr,
+    ):
+        kv_head = tl.program_id(0)
+        num_heads = tl.num_programs(0) * GROUP
+        tile = tl.program_id(1)
+        request = tl.load(tile_ptr + 2 * tile).to(tl.int64)
+        first_token = tl.load(tile_ptr + 2 * tile + 1)
+        compute = query_ptr.dtype.element_ty
+        start = tl.load(query_start_ptr + request)
+        num_tokens = tl.load(query_start_ptr + request + 1) - start
+        seq_len = tl.load(seq_lens_ptr + request)
+
+        rows = tl.arange(0, ROWS)
+        columns = tl.arange(0, COLUMNS)
+        in_head = columns < HEAD_SIZE
+        tokens = first_token + rows // GROUP
+        heads = kv_head * GROUP + rows % GROUP
+        meant = (tokens < num_tokens) & (rows < TOKENS * GROUP)
+        mask = meant[:, None] & in_head[None, :]
+        token_row = (start + tokens).to(tl.int64)
+        places = token_row * query_stride + heads * HEAD_SIZE
+        query = tl.load(query_ptr + places[:, None] + columns[None, :], mask=mask, other=0.0)
+        if WIDE:
+            query = query.to(tl.float32)
+
+        # The last key that each row sees, and the span of keys that any row of the tile sees.
+        past = seq_len - num_tokens
+        last = past + tokens
+        lowest = past + first_token
+        stop = past + tl.minimum(first_token + TOKENS, num_tokens)
+        begin = 0
+        if HAS_WINDOW:
+            begin = tl.maximum(lowest - window + 1, 0) // KEYS * KEYS
+
+        best = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        out = tl.zeros([ROWS, COLUMNS], tl.float32)
+        table_row = table_ptr + request * table_stride
+        head_start = kv_head * HEAD_SIZE
+        # Up to here every row sees every key, and no mask is needed.
+        whole = begin
+        if not HAS_WINDOW:
+            whole = (lowest + 1) // KEYS * KEYS
+            for key in range(0, whole, KEYS):
+                positions = key + tl.arange(0, KEYS)
+                block = tl.load(table_row + positions // BLOCK_SIZE).to(tl.int64)
+                slot = positions % BLOCK_SIZE
+                of_key = key_ptr + block * key_block_stride + slot * key_slot_stride
+                of_value = value_ptr + block * value_block_stride + slot * value_slot_stride
+                place = head_start + columns[None, :]
+                if HEAD_SIZE == COLUMNS:
+                    keys = tl.load(of_key[:, None] + place)
+                    values = tl.load(of_value[:, None] + place)
+                else:
+                    keys = tl.load(of_key[:, None] + place, mask=in_head[None, :], other=0.0)
+                    values = tl.load(of_value[:, None] + place, mask=in_head[None, :], other=0.0)
+                scores = _scores(query, keys, scale, soft_cap, HAS_CAP, WIDE)
+                best, total, out = _accumulate(best, total, out, scores, values, WIDE, compute)
+        for key in range(whole, stop, KEYS):
+            positions = key + tl.arange(0, KEYS)
+            inside = positions < stop
+            keys = _load_keys(
+                key_ptr + head_start,
+                table_row,
+                positions,
+                inside,
+                key_block_stride,
+                key_slot_stride,
+                columns,
+                in_head,
+                BLOCK_SIZE,
+                HEAD_SIZE == COLUMNS,
+            )
+            values = _load_keys(
+                value_ptr + head_start,
+                table_row,
+                positions,
+                inside,
+                value_block_stride,
+                value_slot_stride,
+                columns,
+                in_head,
+                BLOCK_SIZE,
+                HEAD_SIZE == COLUMNS,
+            )
+            seen = positions[None, :] <= last[:, None]
+            if HAS_WINDOW:
+                seen &= positions[None, :] > last[:, None] - window
+            scores = _scores(query, keys, scale, soft_cap, HAS_CAP, WIDE)
+            scores = tl.where(seen, scores, float("-inf"))
+            best, total, out = _accumulate(best, total, out, scores, values, WIDE, compute)
+
+        out = out / tl.where(total == 0.0, 1.0, total)[:, None]
+        places = token_row * num_heads * HEAD_SIZE + heads * HEAD_SIZE
+        tl.store(out_ptr + places[:, None] + columns[None, :], out.to(compute), mask=mask)
+
+
+def num_splits(programs: int, max_seq_len: int, processors: int) -> int:
+    """Parts that each request's keys are split into: enough to fill the device, a power of two.
+
+    programs: requests times key heads.
+    """
+    useful = max_seq_len // DECODE_KEYS
+    splits = 1
+    while splits < MAX_SPLITS and splits * 2 <= useful and splits * programs < processors * 3 // 2:
+        splits *= 2
+    return splits
+
+
+def tokens_of_a_tile(group: int, dtype: torch.dtype) -> int:
+    """New tokens of a prefill program where `group` query heads of `dtype` share a key head."""
+    rows = PREFILL_ROWS if dtype.itemsize == 2 else PREFILL_ROWS // 4
+    return max(rows // group, 1)
+
+
+def paged_decode(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    splits: int,
+) -> None:
+    """Attention of one new token a request into `out`, [num_reqs, num_heads, head_size] as `query`.
+
+    Arguments otherwise as of the op `paged_attention`; a request of length 0 is padding.
+    """
+    num_reqs, num_heads, head_size = query.shape
+    num_kv_heads = key_cache.shape[2]
+    group = num_heads // num_kv_heads
+    columns = max(triton.next_power_of_2(head_size), 16)
+    device = query.device
+    part = weight = out
+    if splits > 1:
+        shape = (num_reqs * num_heads, splits)
+        part = torch.empty((*shape, head_size), dtype=torch.float32, device=device)
+        weight = torch.empty(shape, dtype=torch.float32, device=device)
+    _decode_kernel[(num_reqs, num_kv_heads, splits)](
+        query,
+        query.stride(0),
+        key_cache,
+        value_cache,
+        key_cache.stride(0),
+        key_cache.stride(1),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        block_table,
+        block_table.stride(0),
+        seq_lens,
+        out,
+        part,
+        weight,
+        scale,
+        soft_cap or 0.0,
+        sliding_window or 0,
+        GROUP=group,
+        ROWS=max(triton.next_power_of_2(group), 16),
+        HEAD_SIZE=head_size,
+        COLUMNS=columns,
+        BLOCK_SIZE=key_cache.shape[1],
+        KEYS=DECODE_KEYS if columns <= 128 else DECODE_KEYS // 2,
+        SPLITS=splits,
+        HAS_WINDOW=sliding_window is not None,
+        HAS_CAP=soft_cap is not None,
+        WIDE=device.type == "cpu",
+        num_warps=4,
+        num_stages=2 if query.element_size() == 2 else 1,
+    )
+    if splits > 1:
+        _join_splits_kernel[(num_reqs * num_heads,)](
+            part, weight, out, HEAD_SIZE=head_size, COLUMNS=columns, SPLITS=splits, num_warps=2
+        )
+
+
+def paged_prefill(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    tiles: Tensor,
+    out: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """Attention of the tokens of `tiles` into `out`, [num_tokens, num_heads, head_size] as `query`.
+
+    tiles: int32 [num_tiles, 2], a request and the first of its new tokens; each tile covers
+    `tokens_of_a_tile` of them.
+    """
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads = key_cache.shape[2]
+    group = num_heads // num_kv_heads
+    columns = max(triton.next_power_of_2(head_size), 16)
+    tokens = tokens_of_a_tile(group, query.dtype)
+    half = query.element_size() == 2
+    keys = 64 if half and columns <= 128 else 32
+    _prefill_kernel[(num_kv_heads, len(tiles))](
+        query,
+        query.stride(0),
+        key_cache,
+        value_cache,
+        key_cache.stride(0),
+        key_cache.stride(1),
+        value_cache.stride(0),
+        value_cache.stride(1),
+        block_table,
+        block_table.stride(0),
+        query_start_loc,
+        seq_lens,
+        tiles,
+        out,
+        scale,
+        soft_cap or 0.0,
+        sliding_window or 0,
+        GROUP=group,
+        TOKENS=tokens,
+        ROWS=max(triton.next_power_of_2(tokens * group), 16),
+        HEAD_SIZE=head_size,
+        COLUMNS=columns,
+        BLOCK_SIZE=key_cache.shape[1],
+        KEYS=keys,
+        HAS_WINDOW=sliding_window is not None,
+        HAS_CAP=soft_cap is not None,
+        WIDE=query.device.type == "cpu",
+        num_warps=8,
+        num_stages=3 if half and columns <= 128 else 1,
+    )

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/v1/worker/gpu/cudagraph_utils.py @ v0.25.0
+"""CUDA graphs: a whole decode step, from the rows to the sampled tokens, in one launch.
+
+A graph is made for each of some batch sizes; a batch runs in the smallest that holds it, filled
+up with padding. All graphs share one pool of memory, as only one runs at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllmx.config import CompilationConfig, VllmConfig
+from vllmx.exceptions import UserError
+
+logger = logging.getLogger(__name__)
+
+LARGEST_CAPTURE_SIZE = 512
+"""Largest batch that is captured unless compilation.cudagraph_capture_sizes says otherwise."""
+
+
+@dataclass(frozen=True)
+class BatchExecutionDescriptor:
+    """The shape of a batch that runs as a graph."""
+
+    cg_mode: str
+    num_tokens: int
+    num_reqs: int
+
+
+def resolve_cudagraph_mode(vllm_config: VllmConfig, device: str) -> str:
+    """NONE or FULL_DECODE_ONLY, which is the default on a GPU; UserError for what is not there."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if device != "cuda":
+        if mode not in (None, "NONE"):
+            raise UserError(
+                f"compilation.cudagraph_mode={mode}: CUDA graphs need a GPU; leave it unset."
+            )
+        return "NONE"
+    if vllm_config.model_config.enforce_eager:
+        return "NONE"
+    return "FULL_DECODE_ONLY" if mode is None else mode
+
+
+def capture_sizes(config: CompilationConfig, max_num_seqs: int) -> list[int]:
+    """The batch sizes to capture, ascending: as configured, else 1, 2, 4, then every 8, then every
+    16, and the largest batch there is. Sizes above that are left out."""
+    sizes = config.cudagraph_capture_sizes
+    if sizes is None:
+        largest = min(max_num_seqs, LARGEST_CAPTURE_SIZE)
+        sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16), largest]
+    elif any(size < 1 for size in sizes):
+        raise UserError(
+            f"compilation.cudagraph_capture_sizes={sizes}: batch sizes are positive numbers."
+        )
+    return sorted({size for size in sizes if size <= max_num_seqs})
+
+
+class CudaGraphManager:
+    """Which batch sizes have a graph, and which graph a batch runs in."""
+
+    def __init__(self, vllm_config: VllmConfig, cudagraph_mode: str) -> None:
+        self.cudagraph_mode = cudagraph_mode
+        self.sizes: list[int] = []
+        if cudagraph_mode != "NONE":
+            self.sizes = capture_sizes(
+                vllm_config.compilation_config, vllm_config.scheduler_config.max_num_seqs
+            )
+
+    def needs_capture(self) -> bool:
+        """Whether there is any size to capture."""
+        return bool(self.sizes)
+
+    def dispatch(self, num_reqs: int, num_tokens: int) -> BatchExecutionDescriptor | None:
+        """The graph for a batch; None where it runs without: it has prefills, or is too large."""
+        if num_reqs != num_tokens or not self.sizes or num_reqs > self.sizes[-1]:
+            return None
+        size = self.sizes[bisect_left(self.sizes, num_reqs)]
+        return BatchExecutionDescriptor("FULL", size, size)
+
+
+class ModelCudaGraphManager(CudaGraphManager):
+    """The graphs of a model's decode steps.
+
+    decode_step: runs one for a number of requests on the input buffers and returns the hidden
+    states; prepare: puts that many padding requests into the buffers.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        cudagraph_mode: str,
+        prepare: Callable[[int], None],
+        decode_step: Callable[[int], Tensor],
+    ) -> None:
+        super().__init__(vllm_config, cudagraph_mode)
+        self.prepare = prepare
+        self.decode_step = decode_step
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.hidden_states: dict[int, Tensor] = {}
+
+    def capture(self) -> int:
+        """Capture every size, the largest first, and return the bytes that the graphs take."""
+        start = time.perf_counter()
+        before = torch.cuda.mem_get_info()[0]
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        for size in reversed(self.sizes):
+            # Once without a graph: kernels are compiled and loaded, libraries make their handles.
+            self.prepare(size)
+            self.decode_step(size)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Not torch.cuda.graph: that collects garbage and empties the caches each time.
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=pool)
+                try:
+                    self.hidden_states[size] = self.decode_step(size)
+                finally:
+                    graph.capture_end()
+            self.graphs[size] = graph
+        torch.cuda.synchronize()
+        taken = before - torch.cuda.mem_get_info()[0]
+        logger.info(
+            "captured %d CUDA graphs of up to %d requests in %.1f s, %.2f GiB",
+            *(len(self.graphs), self.sizes[-1], time.perf_counter() - start, taken / 2**30),
+        )
+        return taken
+
+    def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Tensor:
+        """Replay the graph; its hidden states [desc.num_reqs, H] stay until the next replay."""
+        self.graphs[desc.num_reqs].replay()
+        return self.hidden_states[desc.num_reqs]
