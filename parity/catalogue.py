@@ -15,7 +15,8 @@ from . import policy
 from .features import CANARY
 from .golden import GoldenError
 from .model_table import FLOOR_LANE
-from .status import Cell, Golden, Key
+from .mutate import CATALOGUE, Mutant, catalogue, closure_of
+from .status import Cell, Golden
 
 if TYPE_CHECKING:
     from .model_table import ModelCell
@@ -54,7 +55,7 @@ class Listed:
                 graded=True,
                 command=f"vllmx parity replay {OPS[name].feature}/",
             )
-            self._op_cells[found.key] = cell
+            self._op_cells[found.key[:3]] = cell
             cells.append(found)
         return cells
 
@@ -94,6 +95,18 @@ class Listed:
         """The planted fault."""
         command = f"vllmx parity collect {CANARY}"
         return [Cell(CANARY, "planted", "torch", "cpu", "eager", "canary", command=command)]
+
+    def mutants(self, files: Sequence[str]) -> Sequence[Cell]:
+        """The faults of mutants.yaml that are planted in `files`."""
+        return [
+            Cell(
+                *(f"mutant.{mutant.name}", mutant.by, "vllmx", "cpu", "planted"),
+                kind="mutant",
+                command=f"vllmx parity mutate {mutant.name}",
+            )
+            for mutant in self._mutants.values()
+            if mutant.file in files
+        ]
 
     # ---- goldens
 
@@ -168,10 +181,12 @@ class Listed:
 
     def closure(self, cell: Cell) -> Mapping[str, str] | None:
         """The closure of the code that a cell runs."""
-        if cell.kind == "op":
+        if cell.kind in ("op", "probe"):
             return self._op_closure(cell)
         if cell.kind == "model":
             return self._model_closure(cell)
+        if cell.kind == "mutant":
+            return closure_of(self._mutants[cell.feature.removeprefix("mutant.")], self.root)
         return self._closures.get(cell.kind)
 
     def policy_sha(self) -> str:
@@ -181,9 +196,9 @@ class Listed:
     def _op_closure(self, cell: Cell) -> Mapping[str, str] | None:
         from .op_replay import closure_of
 
-        listed = self._op_cells.get(cell.key)
-        if listed is None:  # evidence of another device runs the same code
-            listed = self._op_cells.get((*cell.key[:3], "cpu", cell.mode))
+        # Evidence of another device, and a probe of the case, run the same code.
+        case = cell.case.partition(":")[2] or cell.case
+        listed = self._op_cells.get((cell.feature, case, cell.provider))
         return None if listed is None else closure_of(listed)
 
     def _model_closure(self, cell: Cell) -> Mapping[str, str] | None:
@@ -197,8 +212,14 @@ class Listed:
         return {}
 
     @cached_property
-    def _op_cells(self) -> dict[Key, OpCell]:
+    def _op_cells(self) -> dict[tuple[str, ...], OpCell]:
         return {}
+
+    @cached_property
+    def _mutants(self) -> dict[str, Mutant]:
+        path = self.root / "parity" / CATALOGUE.name
+        found = catalogue(path) if path.is_file() else []
+        return {mutant.name: mutant for mutant in found if not mutant.honest}
 
     @cached_property
     def _traces(self) -> list[str]:

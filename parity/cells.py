@@ -12,6 +12,9 @@ from .status import Cell, Feature, Golden
 
 PYTEST = "pytest"
 UPSTREAM = "upstream-tests"
+PROBE = "probe"
+LAWS = ("rows", "double", "blocks", "poison", "constant")
+"""Names of the probes in probe.py."""
 
 
 class Catalogue(Protocol):
@@ -28,6 +31,9 @@ class Catalogue(Protocol):
 
     def canary(self) -> Sequence[Cell]:
         """The planted fault."""
+
+    def mutants(self, files: Sequence[str]) -> Sequence[Cell]:
+        """The faults planted in `files`."""
 
     def goldens(self) -> Mapping[str, Golden]:
         """What goldens there are, by name."""
@@ -50,9 +56,30 @@ def spell_out(declared: Declared, catalogue: Catalogue, root: Path) -> Feature:
     if declared.id == CANARY:
         cells |= {cell.key: cell for cell in catalogue.canary()}
     return Feature(
-        *(declared.id, declared.tier, declared.title, declared.upstream),
-        *(files, absent, declared.lacks, tuple(cells.values())),
+        declared.id,
+        declared.tier,
+        declared.title,
+        declared.upstream,
+        ours=files,
+        absent=absent,
+        lacks=declared.lacks,
+        cells=tuple(cells.values()),
+        watched=(*_probes(tuple(cells.values())), *catalogue.mutants(files)),
     )
+
+
+def _probes(cells: Sequence[Cell]) -> list[Cell]:
+    """The probes of the op cells among `cells`, whether or not a law applies to them."""
+    return [
+        Cell(
+            *(cell.feature, f"{law}:{cell.case}", cell.provider, cell.device, PROBE),
+            kind="probe",
+            command=f"vllmx parity probe {cell.feature}/",
+        )
+        for cell in cells
+        if cell.kind == "op"
+        for law in LAWS
+    ]
 
 
 def ours(declared: Declared, root: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:

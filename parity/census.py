@@ -111,7 +111,7 @@ def _count_module(census: Census, path: str, text: str) -> None:
     top = tuple(sorted(name for name in names if "." not in name))
     census.modules[path] = (_sha(ast.dump(tree)), top)
     census.flags |= set(FLAG.findall(text))
-    census.ops |= {f"triton:{node.name}" for node in ast.walk(tree) if _is_kernel(node)}
+    census.ops |= {f"triton:{name}" for name in _kernels(tree)}
     if path == ARGUMENTS:
         for name, node in names_of_class(tree, "EngineArgs"):
             if isinstance(node, ast.AnnAssign):
@@ -146,11 +146,13 @@ def names_of_class(tree: ast.Module, name: str) -> Iterator[tuple[str, ast.AST]]
             yield from _members(node)
 
 
-def _is_kernel(node: ast.AST) -> bool:
-    decorators = getattr(node, "decorator_list", [])
-    return isinstance(node, ast.FunctionDef) and any(
-        ast.unparse(d).startswith("triton.jit") for d in decorators
-    )
+def _kernels(tree: ast.Module) -> Iterator[str]:
+    """Names of the Triton kernels in a file."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        if any(ast.unparse(d).startswith("triton.jit") for d in node.decorator_list):
+            yield node.name
 
 
 def _architectures(tree: ast.Module) -> Iterator[str]:

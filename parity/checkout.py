@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -34,6 +34,7 @@ class Checkout:
         self.goldens_folder = self.parity / "goldens"
         self.catalogue = Listed(root) if catalogue is None else catalogue
         self.behaviour = Closures(root)
+        self._known: dict[Key, Mapping[str, str] | None] = {}
 
     @cached_property
     def declared(self) -> list[Declared]:
@@ -85,6 +86,13 @@ class Checkout:
         harness = [path for glob in HARNESS for path in self.root.glob(glob)]
         return [*own, *(path.relative_to(self.root).as_posix() for path in harness)]
 
+    def remember(self, cells: Iterable[Cell]) -> dict[Key, Mapping[str, str] | None]:
+        """The closures of `cells` as the code was when they were first asked for."""
+        for cell in cells:
+            if cell.key not in self._known:
+                self._known[cell.key] = self.closure(cell)
+        return self._known
+
     def closure(self, cell: Cell) -> Mapping[str, str] | None:
         """The closure of a cell as the code is now; None if there is no such code."""
         if cell.kind in ("test", "upstream"):
@@ -101,7 +109,7 @@ class Checkout:
         """The closure of every cell that is asked for or that evidence tells of."""
         rows = by_key(self.evidence)
         extra = [cell for feature in self.features for cell in unasked(feature, rows)]
-        wanted: Sequence[Cell] = [c for f in self.features for c in f.cells] + extra
+        wanted: Sequence[Cell] = [c for f in self.features for c in (*f.cells, *f.watched)] + extra
         return {cell.key: found for cell in wanted if (found := self.closure(cell)) is not None}
 
     def as_of(self) -> dt.datetime:

@@ -67,6 +67,11 @@ def items(symbols: Iterable[str], root: Path = ROOT, sources: Sources | None = N
     return found
 
 
+def beside(names: Iterable[str], root: Path = ROOT) -> dict[str, str]:
+    """sha256 of files that aren't Python and decide nevertheless, as `extra` of a closure."""
+    return {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in names}
+
+
 def symbol_of(function: Callable[..., Any], root: Path = ROOT) -> str:
     """The symbol of a function or class; a bound class method stands for its class."""
     owner = getattr(function, "__self__", None)

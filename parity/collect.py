@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def collect(checkout: Checkout, wanted: Sequence[Feature], options: ParityConfig
     """The rows of the features `wanted`; UserError where there is nothing to look at."""
     cells = _by_kind(wanted)
     facts = evidence.run_facts(checkout.root)
+    for listed in cells.values():  # as the code is before anything is run
+        checkout.remember(listed)
     if options.from_version is not None:
         return from_file(checkout, cells, Path(options.from_version), facts)
     deadline = time.monotonic() + 60 * options.minutes
@@ -170,7 +173,7 @@ test_row.__test__ = False  # type: ignore[attr-defined]
 
 
 def _row(checkout: Checkout, cell: Cell, facts: dict[str, Any], **fields: Any) -> Row:
-    closure = checkout.closure(cell)
+    closure = checkout.remember([cell])[cell.key]
     if closure is None and fields["verdict"] == "pass":
         fields |= {"verdict": "invalid", "reason": "the files that it speaks of are not there"}
     if not fields.get("reason"):
@@ -239,15 +242,50 @@ def from_file(
     found = results.read_junit(path) if junit else results.read_upstream(path)
     kind = "test" if junit else "upstream"
     mode = PYTEST if junit else UPSTREAM
-    told = [
-        cell
-        for cell in cells.get(kind, [])
-        if any(results.matches(cell.case, result.id) for result in found)
-    ]
+    told = [cell for cell in cells.get(kind, []) if _is_told(checkout, cell, found)]
     if not told:
         raise UserError(f"collect: {path} tells of nothing that features.yaml asks for ({mode}).")
     _refuse_old(checkout, told, path)
     return [test_row(checkout, cell, found, facts) for cell in told]
+
+
+@contextmanager
+def upstream_evidence() -> Iterator[Callable[[Path], None]]:
+    """Around a run of upstream's tests: the code is looked at before it, and the function that
+    is given appends what upstream_tests.tsv in a folder shows.
+    """
+    checkout = Checkout()
+    facts = evidence.run_facts(checkout.root)
+    checkout.remember(_by_kind(checkout.features).get("upstream", []))
+
+    def append(folder: Path) -> None:
+        rows = upstream_rows(checkout, folder / "upstream_tests.tsv", facts)
+        if rows:
+            print(f"evidence: {evidence.append(rows, checkout.evidence_folder)}")
+
+    yield append
+
+
+def upstream_rows(checkout: Checkout, path: Path, facts: dict[str, Any]) -> list[Row]:
+    """The rows of upstream's tests that the table `path` tells of wholly."""
+    cells = _by_kind(checkout.features).get("upstream", [])
+    found = results.read_upstream(path)
+    told = [cell for cell in cells if _is_told(checkout, cell, found)]
+    return [test_row(checkout, cell, found, facts) for cell in told]
+
+
+def _is_told(checkout: Checkout, cell: Cell, found: Sequence[Result]) -> bool:
+    """Whether `found` tells of every test of a cell: a part must not stand for the whole."""
+    mine = [result for result in found if results.matches(cell.case, result.id)]
+    if cell.kind == "test":
+        return bool(mine) and not results.unnamed(checkout.root, cell.case, mine)
+    from .upstream_ratchet import read_passing
+    from .upstream_tests import PASSING
+
+    ids = {result.id for result in mine}
+    passing = read_passing(PASSING)
+    wanted = {name.removeprefix("tests/") for name in passing.upstream | passing.here}
+    return bool(mine) and {name for name in wanted if results.matches(cell.case, name)} <= ids
 
 
 def _refuse_old(checkout: Checkout, cells: Iterable[Cell], path: Path) -> None:

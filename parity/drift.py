@@ -77,8 +77,8 @@ def anchors(root: Path) -> dict[str, list[str]]:
         ours = file.relative_to(root).as_posix()
         for pattern in anchor_patterns(file.read_text(encoding="utf-8")):
             found.setdefault(pattern, set()).add(ours)
-    for pattern, ours in _mapped(root):
-        found.setdefault(pattern, set()).update(ours)
+    for pattern, files in _mapped(root):
+        found.setdefault(pattern, set()).update(files)
     return {pattern: sorted(names) for pattern, names in found.items()}
 
 

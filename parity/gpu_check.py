@@ -316,7 +316,7 @@ def greedy(tokens: int) -> SamplingParams:
 
 
 def check_tiny(report: Report) -> None:
-    """Tiny float32 models: CPU, GPU by reference ops, eager, and as graphs with async scheduling."""
+    """Tiny float32 models: CPU, GPU by reference ops, eager, and as graphs, scheduled ahead."""
     limits = {"scheduler__max_num_seqs": 20, "scheduler__max_num_batched_tokens": 256}
     limits |= {"model__max_model_len": 256, "cache__kv_cache_memory_bytes": 64 << 20}
     prompts = prompts_of(40, (1, 120), TINY["vocab_size"])  # type: ignore[arg-type]
@@ -488,7 +488,7 @@ def _kernel_times(report: Report, llm: LLM, batch: int, input_len: int, output_l
     total = sum(e.self_device_time_total for e in events)
     events.sort(key=lambda e: -e.self_device_time_total)
     rows = [
-        f"{e.self_device_time_total / output_len:9.1f} us  {e.count / output_len:7.1f}  {e.key[:90]}"
+        f"{e.self_device_time_total / output_len:9.1f} us  {e.count / output_len:7.1f}  {e.key:.90}"
         for e in events[:22]
     ]
     name = f"b{batch} {input_len}+{output_len}"

@@ -18,6 +18,7 @@ from .golden import GoldenError
 from .model_gate import judge, stream_errors
 from .model_golden import Scores, load, weights_sha
 from .model_table import GOLDEN_LANE, MODELS, ModelCell, ModelEntry
+from .op_replay import C_SOURCES
 from .oracle_process import OracleBlocked
 
 CODE = (
@@ -47,7 +48,8 @@ def _closure(module: str) -> dict[str, str]:
         path = root / name
         found = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         files += [p.relative_to(root).as_posix() for p in found if p.name != "__init__.py"]
-    return closure.closure([f"vllmx/models/{module}.py", *files, *JUDGES], sources=_sources())
+    symbols = [f"vllmx/models/{module}.py", *files, *JUDGES]
+    return closure.closure(symbols, closure.beside(C_SOURCES), sources=_sources())
 
 
 @functools.cache

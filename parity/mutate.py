@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllmx parity mutate [select=...] [check=true]`: plant the faults of mutants.yaml, see them found.
+"""`vllmx parity mutate [select=...] [check=true]`: plant faults of mutants.yaml, see them found.
 
 A fault is one change of the text of our own source, made in a copy of the repository, never in the
 tree. Its detector must be green on the untouched copy, and must turn red with the fault; an honest
@@ -9,6 +9,7 @@ replaced must be there exactly once. Exit code 1 if too many faults live or an a
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -72,6 +73,14 @@ def catalogue(path: Path = CATALOGUE) -> list[Mutant]:
             parts = {key: entry[key] for key in ("file", "find", "replace", "by")}
             found.append(Mutant(name, entry["class"], honest=honest, **parts))
     return found
+
+
+def closure_of(mutant: Mutant, root: Path = ROOT) -> dict[str, str]:
+    """What a verdict depends on: the mutant as it is written, and the file that it changes."""
+    path = root / mutant.file
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    sha = hashlib.sha256(f"{mutant}\n{text}".encode()).hexdigest()
+    return {"fine": sha, "coarse": sha}
 
 
 def dead_anchors(mutants: list[Mutant], root: Path = ROOT) -> list[str]:
@@ -169,7 +178,7 @@ def mutate(mutants: list[Mutant]) -> list[Row]:
                     device={"name": "cpu"},
                     mode="honest" if mutant.honest else "planted",
                     golden_sha="",
-                    closure={"fine": "", "coarse": ""},
+                    closure=closure_of(mutant),
                     oracle={},
                     verdict=verdict,
                     checks={},

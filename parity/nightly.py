@@ -49,7 +49,6 @@ STEPS = (
     Step("collect", ("collect",), 0.6),
     Step("upstream", ("upstream-tests", "output_dir=reports"), 0.6, short=False),
     Step("mutate", ("mutate",), 0.6, short=False),
-    Step("bisect", ("bisect",), 0.2, short=False, on_device=True),
 )
 ALWAYS = (Step("ledger", ("ledger",)), Step("report", ("report",)))
 

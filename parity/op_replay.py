@@ -25,6 +25,8 @@ from .truth64 import Outputs as Truths
 from .truths import symbols_of, truth_of
 
 NOTHING = {"fine": "", "coarse": ""}
+C_SOURCES = ("vllmx/kernels/native.c",)
+"""What the provider `native` is compiled from."""
 COMPARISON = ("parity/compare.py:compare_float", "parity/compare.py:compare_exact")
 
 
@@ -207,7 +209,8 @@ def _sources() -> closure.Sources:
 
 @functools.cache
 def _closure(op: str, provider: str) -> dict[str, str]:
-    return closure.closure(_symbols(op, provider), sources=_sources())
+    extra = closure.beside(C_SOURCES if provider == "native" else ())
+    return closure.closure(_symbols(op, provider), extra, sources=_sources())
 
 
 def closure_of(cell: OpCell) -> dict[str, str]:

@@ -28,6 +28,12 @@ def _why(report: Any) -> str:
     return (lines[0] if crash is not None else lines[-1]) if lines else ""
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What will be run: a test that tells of nothing more was not reached."""
+    for item in session.items:
+        _write(item.nodeid, "missing", "not run within the time", 0.0)
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """The call, or whatever went wrong before and after it."""
     if report.when == "call" or report.outcome != "passed":

@@ -86,7 +86,8 @@ def run(config: RunConfig) -> int:
         return 3
     started = time.monotonic()
     select, provider = config.parity.select, config.parity.provider
-    rows, refused = [], []
+    rows: list[Row] = []
+    refused: list[OpCell] = []
     if not (select or "").startswith("model."):
         rows, refused = replay_ops(device, select, provider)
     if select is None or select.startswith("model."):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def build(checkout: Checkout, now: dt.datetime) -> dict[str, Any]:
         "headroom": headroom(unique),
         "providers": providers(unique),
         "models": models(checkout.evidence),
-        "mutation": mutation(rows, checkout.evidence),
+        "mutation": mutation(checkout.evidence),
         "goldens": golden_sizes(checkout.goldens_folder),
         "upstream": upstream(checkout.root),
         "environment": environment(checkout.evidence),
@@ -147,41 +147,51 @@ def providers(cells: Iterable[CellStatus]) -> dict[str, dict[str, dict[str, int]
 def models(evidence: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Model and mode -> the figures of its newest run, and its error by layer if it was measured.
 
-    A row of a model has them in details.layers: [[layer, error, error of the oracle itself], ...].
+    layers: [[number, error, error of the oracle's other lane], ...]; 0 is the embedding.
     """
     found: dict[str, dict[str, Any]] = {}
     for row in sorted(evidence, key=lambda row: row["ts"]):
         if row["feature"].startswith("model."):
-            name = " ".join([row["feature"], row["case"], row["mode"], row["device"]["name"]])
+            name = " ".join(
+                [row["feature"], row["provider"], row["mode"], str(row["device"].get("name"))]
+            )
+            details = row.get("details", {})
+            errors, floors = details.get("layers", []), details.get("floor_layers", [])
             found[name] = {
                 "verdict": row["verdict"],
                 "ts": row["ts"],
                 "checks": row["checks"],
-                "layers": row.get("details", {}).get("layers", []),
+                "layers": [[n, *pair] for n, pair in enumerate(zip(errors, floors))],
             }
     return dict(sorted(found.items()))
 
 
-def mutation(rows: Sequence[FeatureStatus], evidence: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Planted faults by category: caught of all, from the newest row of each."""
+def mutation(evidence: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Planted faults by category: found of all; honest alternates apart. The newest row counts."""
     newest: dict[str, dict[str, Any]] = {}
     for row in sorted(evidence, key=lambda row: row["ts"]):
         if row["feature"].startswith("mutant."):
-            newest[row["feature"] + row["case"]] = row
+            newest[row["feature"]] = row
     by_category: dict[str, Counter[str]] = defaultdict(Counter)
+    honest: Counter[str] = Counter()
     for row in newest.values():
-        category = str(row.get("details", {}).get("category", "all"))
-        by_category[category]["caught" if row["verdict"] == "pass" else row["verdict"]] += 1
-    survivors = sorted(
-        f"{row['feature'].removeprefix('mutant.')}: {row['reason']}"
-        for row in newest.values()
-        if row["verdict"] == "fail"
-    )
+        if row["mode"] == "honest":
+            honest[{"pass": "accepted", "fail": "refused"}.get(row["verdict"], "invalid")] += 1
+        else:
+            category = str(row.get("details", {}).get("category", "all"))
+            word = {"pass": "found", "fail": "missed"}.get(row["verdict"], "invalid")
+            by_category[category][word] += 1
+    faults = [row for row in newest.values() if row["mode"] != "honest"]
     return {
-        "total": len(newest),
-        "caught": sum(row["verdict"] == "pass" for row in newest.values()),
+        "total": len(faults),
+        "found": sum(row["verdict"] == "pass" for row in faults),
+        "honest": dict(sorted(honest.items())),
         "categories": {name: dict(counts) for name, counts in sorted(by_category.items())},
-        "survivors": survivors,
+        "missed": sorted(
+            f"{row['feature'].removeprefix('mutant.')}: {row['reason']}"
+            for row in faults
+            if row["verdict"] != "pass"
+        ),
     }
 
 

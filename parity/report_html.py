@@ -43,6 +43,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .5rem;
   border-bottom: 1px solid var(--faint); }
 th { color: var(--soft); font-weight: 600; } td.n { white-space: nowrap; }
 td.c { min-width: 18rem; } td.t { min-width: 9rem; }
+td.c code { display: block; max-height: 7rem; overflow-y: auto; }
 .tag { display: inline-block; padding: 0 .45em; border-radius: .3em; color: #fff;
   font-size: .78rem; font-weight: 600; white-space: nowrap; }
 .tag.MISSING { color: #1c1e21; }
@@ -220,7 +221,7 @@ def _models(found: Mapping[str, Mapping[str, Any]]) -> str:
         chart = '<p class="soft">by layer: no data</p>'
         if layers:
             series = {"ours": [layer[1] for layer in layers]}
-            series["the oracle's own"] = [layer[2] for layer in layers]
+            series["the oracle's other lane"] = [layer[2] for layer in layers]
             chart = svg.curves(series, [str(layer[0]) for layer in layers])
         parts.append(
             f"<details><summary>{escape(name)}: {escape(entry['verdict'])}</summary>"
@@ -246,10 +247,11 @@ def _providers(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
 def _mutation(found: Mapping[str, Any]) -> str:
     if not found["total"]:
         return '<p class="soft">no data</p>'
-    percent = 100 * found["caught"] / found["total"]
+    percent = 100 * found["found"] / found["total"]
     rows = [[name, adds_up(counts)] for name, counts in found["categories"].items()]
-    words = f"{found['caught']} of {found['total']} planted faults are caught ({percent:.1f} %)."
-    rest = _table(["not caught"], [[text] for text in found["survivors"]], "none survived")
+    words = f"{found['found']} of {found['total']} planted faults are found ({percent:.1f} %)."
+    rest = _table(["not found"], [[text] for text in found["missed"]], "none")
+    words += f" Honest alternates: {adds_up(found['honest'])}."
     return f"<p>{words}</p>\n{_table(['category', 'faults'], rows)}\n{rest}"
 
 

@@ -136,11 +136,12 @@ def _models(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _mutation(found: Mapping[str, Any]) -> list[str]:
     if not found["total"]:
         return [NO_DATA]
-    share_caught = 100 * found["caught"] / found["total"]
-    lines = [f"{found['caught']} of {found['total']} caught ({share_caught:.1f} %)", ""]
+    percent = 100 * found["found"] / found["total"]
+    lines = [f"{found['found']} of {found['total']} found ({percent:.1f} %)", ""]
     rows = [[name, adds_up(counts)] for name, counts in found["categories"].items()]
     lines += table(["category", "faults"], rows)
-    return lines + [f"- not caught: {words}" for words in found["survivors"][:LINES]]
+    lines += ["", f"Honest alternates: {adds_up(found['honest'])}."]
+    return lines + [f"- not found: {words}" for words in found["missed"][:LINES]]
 
 
 def _goldens(found: Mapping[str, Any]) -> list[str]:

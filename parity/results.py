@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,20 @@ EXPLAINED = ("not applicable", "deselected")
 """Outcomes of upstream's tests that parity/upstream_map.yaml gives a reason for."""
 
 
+NOT_LOOKED = ("skipped", "missing")
+"""Outcomes of tests that showed nothing."""
+
+
 @dataclass(frozen=True)
 class Result:
-    """One test: `outcome` is passed, failed, skipped or a status of upstream_tests.tsv."""
+    """One test: `outcome` is passed, failed, skipped, missing, or one of upstream_tests.tsv."""
 
     id: str
     outcome: str
     reason: str = ""
     seconds: float = 0.0
     expected: bool = True
-    """False for a test of upstream that upstream itself does not pass."""
+    """False for a test of upstream that neither upstream passes nor vllmx: it shows nothing."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,13 @@ def summarise(selector: str, results: Iterable[Result]) -> Summary:
     ids = "\n".join(result.id for result in wanted)
     details = {**counts, "ids": hashlib.sha256(ids.encode()).hexdigest()[:16]}
     seconds = round(sum(result.seconds for result in found), 3)
-    skipped = [result for result in wanted if result.outcome == "skipped"]
-    wrong = [r for r in wanted if r.outcome not in ("passed", "skipped", *EXPLAINED)]
+    skipped = [result for result in wanted if result.outcome in NOT_LOOKED]
+    wrong = [r for r in wanted if r.outcome not in ("passed", *NOT_LOOKED, *EXPLAINED)]
     if wrong:
         reason = f"{len(wanted) - len(wrong)} of {len(wanted)} do not fail; first {wrong[0].id}: "
         return Summary("fail", reason + (wrong[0].reason or wrong[0].outcome), seconds, details)
     if skipped:
-        reason = f"{len(skipped)} of {len(wanted)} skipped; first {skipped[0].id}: "
+        reason = f"{len(skipped)} of {len(wanted)} did not run; first {skipped[0].id}: "
         return Summary("skip", reason + (skipped[0].reason or "no reason"), seconds, details)
     if not counts["passed"]:
         reason = "no test of it applies" if wanted else "no test matches"
@@ -72,7 +77,7 @@ def summarise(selector: str, results: Iterable[Result]) -> Summary:
 def read_jsonl(path: Path) -> list[Result]:
     """The lines of pytest_recorder; a test that tells of several phases counts by the worst."""
     worst: dict[str, Result] = {}
-    order = ("failed", "skipped", "passed")
+    order = ("failed", "skipped", "passed", "missing")
     for line in path.read_text(encoding="utf-8").splitlines():
         result = Result(**json.loads(line))
         before = worst.get(result.id)
@@ -115,6 +120,39 @@ def read_upstream(path: Path) -> list[Result]:
         raise UserError(f"{path}: not a table that `vllmx parity upstream-tests` wrote.")
     rows: Sequence[list[str]] = [line.split("\t") for line in lines[1:]]
     return [
-        Result(row[0].removeprefix("tests/"), row[1], row[-1], expected=row[2] == "passes")
+        Result(
+            row[0].removeprefix("tests/"),
+            row[1],
+            row[-1],
+            expected=row[2] == "passes" or row[1] == "passed",
+        )
         for row in rows
     ]
+
+
+def unnamed(root: Path, selector: str, found: Iterable[Result]) -> list[str]:
+    """Tests in the files of `selector` that it covers and `found` doesn't tell of."""
+    told = {result.id.split("[")[0] for result in found}
+    place = root / selector.split("::")[0]
+    files = sorted(place.rglob("test_*.py")) if place.is_dir() else [place]
+    names = [
+        f"{file.relative_to(root).as_posix()}::{name}"
+        for file in files
+        if file.is_file()
+        for name in _tests_of(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    plain = selector.split("[")[0]
+    return [name for name in names if name not in told and matches(plain, name)]
+
+
+def _tests_of(tree: ast.Module) -> Iterator[str]:
+    """`test_a`, `TestB::test_c` of a test file."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if node.name.startswith("test"):
+                yield node.name
+        elif isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            for child in node.body:
+                name = getattr(child, "name", "")
+                if name.startswith("test"):
+                    yield f"{node.name}::{name}"

@@ -169,9 +169,7 @@ def config_of(kind: Kind, draws: Draws) -> dict[str, Any]:
         "watermark": 0.0,
         "policy": "fcfs",
         "async_scheduling": draws.chance(40),
-        "groups": [
-            g * block_size + draws(-3, 3) if isinstance(g, int) else g for g in kind.groups
-        ],
+        "groups": [g * block_size + draws(-3, 3) if isinstance(g, int) else g for g in kind.groups],
     }
     config |= {key: draws.pick(values) for key, values in kind.config.items()}
     return config

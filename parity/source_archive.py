@@ -82,9 +82,9 @@ def _texts(path: Path) -> Iterator[tuple[str, str]]:
         try:
             with tarfile.open(path) as archive:
                 for member in archive:
-                    file = archive.extractfile(member) if _maybe(member.name) else None
-                    if file is not None:
-                        yield member.name, file.read().decode("utf-8", "replace")
+                    inner = archive.extractfile(member) if _maybe(member.name) else None
+                    if inner is not None:
+                        yield member.name, inner.read().decode("utf-8", "replace")
         except tarfile.TarError as error:
             raise UserError(f"census: {path} is neither a tar nor a zip: {error}") from error
 

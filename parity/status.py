@@ -8,7 +8,7 @@ the feature gets the worst of its cells.
 
 GREEN     a clean run has shown it, with this code, these goldens and these limits, not long ago
 DRIFT     green, but past the line that announces trouble
-YELLOW    passed against a reference that settles less than the golden would
+YELLOW    passed by a comparison that settles less than it should: a planted fault gets past it
 PARTIAL   the cells are green, and named parts of the feature are not built
 STALE     shown once, but code, golden or limits have changed since, or it was too long ago
 UNPROVEN  there is code, and no run that counts: none, a dirty one, no golden, no floor, no teeth
@@ -85,6 +85,9 @@ class Feature:
     lacks: tuple[str, ...] = ()
     """Parts of the feature that are declared not built."""
     cells: tuple[Cell, ...] = ()
+    watched: tuple[Cell, ...] = ()
+    """Probes of its ops and planted faults in its files; none has to be run, but what comes of
+    them counts if it is bad."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class FeatureStatus:
     status: str
     reason: str
     cells: tuple[CellStatus, ...]
+    watched: tuple[CellStatus, ...] = ()
 
     @property
     def counts(self) -> Counter[str]:
@@ -162,8 +166,8 @@ class FeatureStatus:
 
     @property
     def kills(self) -> tuple[int, int]:
-        """(planted faults caught, planted faults required)."""
-        mutants = [cell for cell in self.cells if cell.cell.kind == "mutant"]
+        """(planted faults found by runs that count, planted faults in its files)."""
+        mutants = [cell for cell in self.watched if cell.cell.kind == "mutant"]
         return sum(cell.status == "GREEN" for cell in mutants), len(mutants)
 
     @property
@@ -190,16 +194,20 @@ def status(
     found = []
     for feature in features:
         limit = policy.age_limit(feature.tier)
-        cells = [*feature.cells, *unasked(feature, rows)]
-        judged = tuple(
-            judge(cell, goldens, rows[cell.key], closures.get(cell.key), policy, limit, now)
-            for cell in cells
-        )
+
+        def judged(cells: Iterable[Cell], limit: dt.timedelta = limit) -> tuple[CellStatus, ...]:
+            return tuple(
+                judge(cell, goldens, rows[cell.key], closures.get(cell.key), policy, limit, now)
+                for cell in cells
+            )
+
         # What nobody asked for counts only when it fails.
-        judged = tuple(
-            c for c in judged if c.cell in feature.cells or RANK[c.status] >= RANK["SUSPECT"]
-        )
-        found.append(FeatureStatus(feature, *fold(feature, judged), judged))
+        watched = judged(feature.watched)
+        probes = tuple(c for c in watched if c.cell.kind == "probe")
+        others = judged(unasked(feature, rows)) + probes
+        bad = tuple(c for c in others if RANK[c.status] >= RANK["SUSPECT"])
+        cells = judged(feature.cells) + bad
+        found.append(FeatureStatus(feature, *fold(feature, cells, watched), cells, watched))
     return found
 
 
@@ -231,7 +239,9 @@ def unasked(feature: Feature, rows: Mapping[Key, Sequence[Row]]) -> list[Cell]:
     ]
 
 
-def fold(feature: Feature, cells: Sequence[CellStatus]) -> tuple[str, str]:
+def fold(
+    feature: Feature, cells: Sequence[CellStatus], watched: Sequence[CellStatus] = ()
+) -> tuple[str, str]:
     """(status, reason) of a feature: its worst cell, if it is built at all."""
     if not feature.ours:
         return "MISSING", f"not built; tier {feature.tier}"
@@ -242,6 +252,10 @@ def fold(feature: Feature, cells: Sequence[CellStatus]) -> tuple[str, str]:
     worst = max(cells, key=lambda cell: RANK[cell.status])
     if RANK[worst.status] < RANK["PARTIAL"] and feature.lacks:
         return "PARTIAL", "not built: " + "; ".join(feature.lacks)
+    mutants = [cell for cell in watched if cell.cell.kind == "mutant"]
+    missed = [cell.cell.feature for cell in mutants if cell.status == "RED"]
+    if RANK[worst.status] < RANK["YELLOW"] and missed:
+        return "YELLOW", f"planted faults that nothing finds: {', '.join(missed)}"
     alike = sum(cell.status == worst.status for cell in cells)
     if worst.status == "GREEN":
         return "GREEN", f"{alike} of {len(cells)} cells shown"
@@ -285,7 +299,7 @@ def judge(
         # A device that is not known to repeat itself gets a second run before it is blamed.
         blamed = cell.device in policy.repeatable or len(bad) > 1
         name = "RED" if blamed else "SUSPECT"
-        return done(name, bad[-1].get("reason", bad[-1]["verdict"]), bad[-1])
+        return done(name, why(bad[-1]), bad[-1])
     steps.append("none of them failed")
 
     passed = [row for row in current if row["verdict"] == "pass"]
@@ -360,6 +374,11 @@ def weakness(cell: Cell, row: Row) -> str:
     return ""
 
 
+def why(row: Row) -> str:
+    """The reason that a row gives."""
+    return str(row.get("reason", row["verdict"]))
+
+
 def when(row: Row) -> dt.datetime:
     """The time of a row."""
     return dt.datetime.fromisoformat(row["ts"])
@@ -372,7 +391,7 @@ def _without_pass(
     if current:
         last = current[-1]
         name = "BLOCKED" if last["verdict"] == "skip" else "UNPROVEN"
-        return name, last.get("reason", last["verdict"]), last
+        return name, why(last), last
     if rows:
         last = rows[-1]
         return "STALE", f"{expected.cause(last)} since {last['ts']} (was {last['verdict']})", last

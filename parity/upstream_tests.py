@@ -63,8 +63,14 @@ class Row:
 
 
 def run(config: RunConfig) -> int:
-    """`vllmx parity upstream-tests [select=...] [output_dir=...]`."""
-    return run_selected(config.parity.select, config.parity.output_dir)
+    """`vllmx parity upstream-tests [select=...] [output_dir=...]`; what it shows is evidence."""
+    from .collect import upstream_evidence
+
+    with upstream_evidence() as told:
+        code = run_selected(config.parity.select, config.parity.output_dir)
+        folder = config.parity.output_dir
+        told(Path(folder) if folder else cache_folder() / "results")
+    return code
 
 
 def run_selected(select: str | None, output: str | None) -> int:

@@ -51,7 +51,7 @@ TINY = {
     "qwen3": {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
+        "head_dim": 64,
         "tie_word_embeddings": True,
     },
 }

@@ -82,7 +82,7 @@ class FailsWhileWaitingWorker(NullWorker):
     """The second step is launched well and fails when its result is waited for."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        super().__init__(vllm_config)
+        super().__init__(vllm_config, delay=0.1)
         sample = self.sample_tokens
         self.sample_tokens = lambda grammar: _LateFailure(  # type: ignore[method-assign]
             sample(grammar), self.model_runner.num_steps

@@ -10,7 +10,11 @@ from typing import Any
 
 import yaml
 
-SECTIONS = tuple("archive suites as_cuda settings modules symbols members tests deselect".split())
+MAPPINGS = (
+    *("archive", "settings", "patience"),
+    *("modules", "symbols", "members", "tests", "deselect"),
+)
+SECTIONS = ("suites", "as_cuda", *MAPPINGS)
 ABSENCES = ("later", "replaced", "absent")
 
 
@@ -40,6 +44,7 @@ class UpstreamMap:
     suites: tuple[str, ...]
     as_cuda: tuple[str, ...]
     settings: dict[str, dict[str, Any]]
+    patience: dict[str, float]
     modules: dict[str, Entry]
     symbols: dict[str, Entry]
     members: dict[str, Entry]
@@ -103,7 +108,7 @@ def load_map(path: Path) -> UpstreamMap:
     for key in data:
         if key not in SECTIONS:
             raise MapError(f"{path.name}: unknown section {key!r}; there are {SECTIONS}")
-    for name in ("archive", "settings", "modules", "symbols", "members", "tests", "deselect"):
+    for name in MAPPINGS:
         if not isinstance(data.get(name) or {}, dict):
             raise MapError(f"{name}: not a mapping")
     sections = {
@@ -119,6 +124,7 @@ def load_map(path: Path) -> UpstreamMap:
         suites=_texts("suites", data.get("suites", [])),
         as_cuda=_texts("as_cuda", data.get("as_cuda", [])),
         settings=_settings(data.get("settings") or {}),
+        patience=_patience(data.get("patience") or {}),
         deselect={k: _text(f"deselect.{k}", v) for k, v in (data.get("deselect") or {}).items()},
         **sections,
     )
@@ -151,6 +157,13 @@ def _settings(data: Any) -> dict[str, dict[str, Any]]:
     for file, arguments in data.items():
         if not isinstance(arguments, dict) or not arguments:
             raise MapError(f"settings.{file}: give engine arguments and their values")
+    return data
+
+
+def _patience(data: Any) -> dict[str, float]:
+    for file, factor in data.items():
+        if not isinstance(factor, (int, float)) or factor < 1:
+            raise MapError(f"patience.{file}: give a factor of at least 1")
     return data
 
 

@@ -11,6 +11,7 @@ import os
 import random
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
     adapters.current_platform.passes_for_cuda = UPSTREAM.runs_as_cuda(file)
     engines.SETTINGS.update(UPSTREAM.settings_for(file))
     logging.getLogger("vllmx").setLevel(logging.INFO)  # as upstream's is
+    asyncio.sleep = partial(_longer_sleep, asyncio.sleep, UPSTREAM.patience.get(file, 1.0))
     for mark in MARKS:
         config.addinivalue_line("markers", f"{mark}: of upstream")
+
+
+async def _longer_sleep(sleep: Any, factor: float, delay: float, result: Any = None) -> Any:
+    return await sleep(delay * factor, result)
 
 
 @pytest.fixture(scope="session")

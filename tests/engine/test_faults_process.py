@@ -74,7 +74,7 @@ async def everybody_waits(client):
 @pytest.mark.parametrize(
     ("worker", "async_scheduling", "cause"),
     [
-        (partial(NullWorker, fail_at_step=2), False, "scripted failure of step 2"),
+        (partial(NullWorker, fail_at_step=2, delay=0.1), False, "scripted failure of step 2"),
         (FailsWhileWaitingWorker, True, "the device is lost"),
     ],
 )
@@ -97,8 +97,9 @@ def test_failed_step_reaches_everybody_with_its_cause(worker, async_scheduling, 
 
 
 def test_failed_step_reaches_a_blocked_thread():
-    client = make_mp_client(False, partial(NullWorker, fail_at_step=1))
+    client = make_mp_client(False, partial(NullWorker, fail_at_step=2, delay=0.1))
     client.add_request(make_engine_request("a"))
+    client.get_output()
     for call in (client.get_output, client.get_output, client.is_scheduler_paused):
         with pytest.raises(EngineDeadError, match="scripted failure"):
             call()
@@ -138,7 +139,8 @@ def test_killed_engine_ends_a_blocked_call():
     client.add_request(make_engine_request("a"))
     threading.Timer(0.2, os.kill, (process_of(client).pid, signal.SIGKILL)).start()
     with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
-        client.is_scheduler_paused()  # waits for the end of the step
+        while True:  # once the step has begun, its end is waited for
+            client.is_scheduler_paused()
     with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
         client.get_output()
     client.shutdown()

@@ -8,16 +8,18 @@ import subprocess
 import time
 
 import pytest
-from toy_checkout import build, forget, write
+from toy_checkout import FACTS, build, forget, write
 
 from parity import collect, evidence, features
 from parity.behaviour import Closures
 from parity.cells import ours
 from parity.checkout import ROOT, Checkout
-from parity.collect import exit_code, run_tests
+from parity.collect import exit_code, run_tests, upstream_rows
 from parity.op_table import OPS
 from parity.results import Result, matches, read_jsonl, read_junit, read_upstream, summarise
 from parity.schedule_traces import KINDS
+from parity.upstream_ratchet import read_passing
+from parity.upstream_tests import PASSING
 from vllmx.config import RunConfig
 from vllmx.exceptions import UserError
 
@@ -72,6 +74,7 @@ def results(*outcomes, **facts):
         (results("passed", "passed"), "pass", ""),
         (results("passed", "failed", "skipped"), "fail", "2 of 3 do not fail; first t.py::test_1"),
         (results("passed", "skipped", reason="no gpu"), "skip", "t.py::test_1: no gpu"),
+        (results("passed", "missing", reason="time"), "skip", "1 of 2 did not run"),
         (results("passed", "not applicable"), "pass", ""),
         (results("passed", "missing symbol"), "fail", "missing symbol"),
         (results("passed", "not collected"), "fail", "not collected"),
@@ -132,7 +135,7 @@ def test_tests_that_do_not_pass(root):
     for name, verdict, words in (
         ("false", "fail", "assert 1 == 2"),
         ("import", "fail", "nothing_of_this_name"),
-        ("skip", "skip", "1 of 1 skipped; first tests/test_skip.py::test_one: Skipped: why"),
+        ("skip", "skip", "1 of 1 did not run; first tests/test_skip.py::test_one: Skipped: why"),
         ("empty", "invalid", "no test matches"),
         ("toy", "invalid", "no test matches"),
     ):
@@ -146,15 +149,18 @@ def test_a_test_file_that_is_gone_is_invalid(root):
     assert rows(root)["engine.toy"]["verdict"] == "invalid"
 
 
-def test_what_a_stopped_run_had_shown_is_kept(root, monkeypatch):
+def test_what_a_stopped_run_had_shown_is_kept_and_the_rest_is_missing(root, monkeypatch):
     def stopped(command, env, timeout, **rest):
         with open(env["VLLMX_TEST_RESULTS"], "w") as file:
-            file.write(json.dumps({"id": "tests/test_toy.py::test_one", "outcome": "passed"}))
+            for name, outcome in (("one", "missing"), ("two", "missing"), ("one", "passed")):
+                line = {"id": f"tests/test_toy.py::test_{name}", "outcome": outcome}
+                file.write(json.dumps(line) + "\n")
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(subprocess, "run", stopped)
     found = run_tests(root, ["tests/test_toy.py"], 8.0)
-    assert found == [Result("tests/test_toy.py::test_one", "passed")]
+    assert {r.id[-3:]: r.outcome for r in found} == {"one": "passed", "two": "missing"}
+    assert summarise("tests/test_toy.py", found).verdict == "skip"
 
 
 def test_the_canary_fails_and_that_is_as_it_should_be(root, monkeypatch):
@@ -175,9 +181,9 @@ def test_nothing_to_run_is_an_error(root):
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.test_toy" name="test_one" time="0.5"/>
-<testcase classname="tests.test_toy.TestIn" name="test_two[a.b]" time="0.1"><failure
+<testcase classname="tests.test_toy" name="test_two" time="0.1"><failure
  message="AssertionError: no"/></testcase>
-<testcase classname="tests.test_toy" name="test_three" file="tests/test_toy.py"><skipped
+<testcase classname="tests.test_toy.TestIn" name="test_three[a.b]" file="tests/test_toy.py"><skipped
  message="why"/></testcase>
 </testsuite></testsuites>"""
 
@@ -187,8 +193,8 @@ def test_junit_is_read_in_both_families(tmp_path):
     path.write_text(JUNIT)
     assert read_junit(path) == [
         Result("tests/test_toy.py::test_one", "passed", "", 0.5),
-        Result("tests/test_toy.py::TestIn::test_two[a.b]", "failed", "AssertionError: no", 0.1),
-        Result("tests/test_toy.py::test_three", "skipped", "why", 0.0),
+        Result("tests/test_toy.py::test_two", "failed", "AssertionError: no", 0.1),
+        Result("tests/test_toy.py::TestIn::test_three[a.b]", "skipped", "why", 0.0),
     ]
     path.write_text("<testsuites")
     with pytest.raises(UserError, match="no JUnit file"):
@@ -226,11 +232,45 @@ def test_results_of_a_file_become_rows_unless_the_code_is_newer(root):
     os.utime(root / "vllmx" / "engine.py", (late, late))
     with pytest.raises(UserError, match=r"older than vllmx/engine\.py.*run the tests again"):
         call(from_version=str(path))
-    path.write_text("<testsuites/>")
-    with pytest.raises(UserError, match="tells of nothing"):
-        call(from_version=str(path))
+    for text in ("<testsuites/>", JUNIT.replace('name="test_one"', 'name="test_other"')):
+        path.write_text(text)
+        with pytest.raises(UserError, match="tells of nothing"):  # wholly
+            call(from_version=str(path))
     with pytest.raises(UserError, match="no file"):
         call(from_version=str(root / "gone.xml"))
+
+
+def test_a_part_of_upstreams_tests_does_not_stand_for_the_whole(root):
+    write(
+        root,
+        "parity/features.yaml",
+        "engine.toy: {ours: [vllmx/engine.py], upstream: [v1/core/test_output.py, v1/core]}\n",
+    )
+    names = [name for name in read_passing(PASSING).upstream if "/test_output.py" in name]
+    path = root / "upstream_tests.tsv"
+    lines = [f"{name}\tpassed\tpasses\t\t" for name in names]
+    path.write_text("\n".join(["id\tstatus\tupstream\tsymbol\treason", *lines]) + "\n")
+    told = upstream_rows(Checkout(root), path, dict(FACTS))
+    assert [(row["case"], row["verdict"]) for row in told] == [("v1/core/test_output.py", "pass")]
+    path.write_text(path.read_text().replace(lines[0] + "\n", ""))
+    assert upstream_rows(Checkout(root), path, dict(FACTS)) == []
+
+
+def test_the_code_is_looked_at_before_tests_are_run(root, monkeypatch):
+    before = Checkout(root)
+    (cell,) = before.features[1].cells
+    expected = before.closure(cell)["fine"]
+
+    def edited(command, env, **rest):
+        write(root, "vllmx/engine.py", "def step():\n    return 2\n")
+        with open(env["VLLMX_TEST_RESULTS"], "w") as file:
+            file.write(json.dumps({"id": "tests/test_toy.py::test_one", "outcome": "passed"}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", edited)
+    assert call(select="engine") == 0
+    assert rows(root)["engine.toy"]["closure"]["fine"] == expected
+    assert Checkout(root).statuses(Checkout(root).as_of())[1].status == "STALE"
 
 
 # ---------------------------------------------------------------------- closures and declarations

@@ -104,7 +104,24 @@ def _late_cache(key, value, key_cache, value_cache, slot_mapping):
     reshape_and_cache.fn(key[:-1], value[:-1], key_cache, value_cache, slot_mapping[:-1])
 
 
+def _fused(**change):
+    from vllmx.ir.ops.qkv import qk_norm_rope_cache
+
+    def fn(**args):
+        return qk_norm_rope_cache.fn(**{**args, **{k: f(args) for k, f in change.items()}})
+
+    return fn
+
+
 FAULTS = {
+    "query weight for the key": (
+        "qk_norm_rope_cache",
+        _fused(key_weight=lambda a: a["query_weight"]),
+    ),
+    "token in the next slot": (
+        "qk_norm_rope_cache",
+        _fused(slot_mapping=lambda a: (a["slot_mapping"] - 1).clamp(min=0)),
+    ),
     "epsilon of another config": ("rms_norm", lambda **a: _rms(**a, eps=1e-5)),
     "no epsilon": ("rms_norm", lambda **a: _rms(**a, eps=0.0)),
     "mean subtracted": ("rms_norm", lambda **a: _rms(**a, mean=True)),
@@ -199,6 +216,11 @@ FAULTS = {
         lambda data, qtype, dtype: load_ops()["dequantize_gguf"].fn(data, qtype, dtype).abs(),
     ),
 }
+
+
+def test_every_op_has_a_planted_fault():
+    assert {op for op, _ in FAULTS.values()} == set(load_ops())
+    assert {op for op in OPS if op not in load_ops()} == set(SAMPLER_FAULTS)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -439,3 +461,17 @@ def test_no_case_is_without_truth_unless_it_is_exact():
                 arguments = entry.cases[0].arguments(entry.cases[0].dtypes[0])
                 assert truths.truth_of(entry.name, arguments) is not None, entry.name
     assert OWN == "vllmx"
+
+
+def test_the_source_in_c_is_part_of_the_closure_of_what_it_becomes(monkeypatch, tmp_path):
+    def fines() -> dict[str, str]:
+        op_replay._closure.cache_clear()
+        return {name: op_replay._closure("rms_norm", name)["fine"] for name in ("native", "torch")}
+
+    before = fines()
+    assert before == fines()
+    (tmp_path / "native.c").write_text("int changed;\n")
+    monkeypatch.setattr(op_replay, "C_SOURCES", (str(tmp_path / "native.c"),))
+    after = fines()
+    op_replay._closure.cache_clear()
+    assert after["native"] != before["native"] and after["torch"] == before["torch"]

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from toy_checkout import build, show, write
 
-from parity import report, report_md, svg
+from parity import evidence, report, report_md, svg
 from parity.checkout import Checkout
 from parity.report_html import COLOURS, SECTIONS
 from parity.status import STATUSES
@@ -107,24 +107,24 @@ def test_words_of_evidence_can_not_become_markup(root):
 
 
 def test_models_show_their_error_by_layer_and_mutants_their_score(root):
-    layers = [[f"L{n}", 10.0 ** -(5 - n), 1e-5] for n in range(4)]
-    rows = [("model.tiny", "text", {"layers": layers}, "pass")]
-    rows += [(f"mutant.M{n}", "plain", {"category": "sign"}, "pass") for n in range(3)]
-    rows += [("mutant.M9", "plain", {"category": "mask"}, "fail")]
-    from parity import evidence
-
+    details = {"layers": [1e-5, 1e-4, 1e-3], "floor_layers": [1e-6, 1e-5, 1e-5]}
+    rows = [("model.tiny", "bs1", details, "pass")]
+    rows += [(f"mutant.M{n}", "planted", {"category": "sign"}, "pass") for n in range(3)]
+    rows += [("mutant.M9", "planted", {"category": "mask"}, "fail")]
+    rows += [("mutant.H1", "honest", {"category": "honest"}, "pass")]
     template = evidence.load(root / "parity" / "evidence")[0]
     plain = {k: v for k, v in template.items() if k not in ("id", "reason")}
     made = []
-    for name, case, details, verdict in rows:
-        facts = {**plain, "feature": name, "case": case, "details": details, "verdict": verdict}
-        facts |= {"reason": "survived"} if verdict == "fail" else {}
+    for name, mode, told, verdict in rows:
+        facts = {**plain, "feature": name, "mode": mode, "details": told, "verdict": verdict}
+        facts |= {"reason": "got past"} if verdict == "fail" else {}
         made.append(evidence.make_row(**facts))
     evidence.append(made, root / "parity" / "evidence")
-    page, text, markdown = pages(root)
-    assert "3 of 4 caught (75.0 %)" in markdown and "M9: survived" in markdown
-    assert page.tags["polyline"] == 2 and "the oracle's own" in page.words
-    assert "model.tiny text eager cpu" in text and "4 layers" in markdown
+    page, _, markdown = pages(root)
+    assert "3 of 4 found (75.0 %)" in markdown and "M9: got past" in markdown
+    assert "Honest alternates: 1 = 1 accepted" in markdown
+    assert page.tags["polyline"] == 2 and "the oracle's other lane" in page.words
+    assert "model.tiny torch bs1 cpu" in page.words and "3 layers" in markdown
 
 
 def test_a_chart_draws_every_count_once():

@@ -49,7 +49,8 @@ def feature(*cells, **facts):
 
 def judged(rows, cells=(CELL,), goldens=GOLDENS, closure=CODE, policy=POLICY, now=NOW, **facts):
     """The ledger row of a feature with `cells`, given `rows`."""
-    closures = {cell.key: closure for cell in cells} if closure else {}
+    known = [*cells, *facts.get("watched", ())]
+    closures = {cell.key: closure for cell in known} if closure else {}
     (found,) = status([feature(*cells, **facts)], goldens, rows, closures, policy, now)
     return found
 
@@ -147,12 +148,28 @@ def test_failures_of_a_provider_that_nobody_asked_for_count_and_passes_do_not():
         assert (found.status, len(found.cells)) == (expected, cells)
 
 
-def test_required_faults_that_survive_make_a_row_red_and_are_counted():
-    mutants = [Cell("mutant.m", str(n), "torch", "cpu", "eager", "mutant") for n in range(3)]
+def test_a_planted_fault_that_nothing_finds_keeps_a_row_from_green_and_all_are_counted():
+    mutants = tuple(Cell("mutant.m", str(n), "vllmx", "cpu", "planted", "mutant") for n in range(4))
     plain = {"golden_sha": "", "teeth": {}}
-    rows = [row(), *(row(cell=m, **plain) for m in mutants[:2])]
-    found = judged([*rows, row("fail", cell=mutants[2], **plain)], (CELL, *mutants))
-    assert (found.status, found.kills) == ("RED", (2, 3))
+    found = [row(cell=mutants[0], **plain), row(cell=mutants[1], **plain)]
+    result = judged([row(), *found], watched=mutants)
+    assert (result.status, result.kills) == ("GREEN", (2, 4))
+    result = judged([row(), *found, row("fail", cell=mutants[2], **plain)], watched=mutants)
+    assert (result.status, result.kills) == ("YELLOW", (2, 4))
+    assert "mutant.m" in result.reason
+    assert judged([row("fail"), *found], watched=mutants).status == "RED"
+
+
+def test_a_probe_counts_only_if_it_is_broken():
+    law = Cell("op.x", "rows:plain/f32", "torch", "cpu", "probe", "probe")
+    plain = {"golden_sha": "", "teeth": {}}
+    for rows, expected, cells in (
+        ([], "GREEN", 1),
+        ([row(cell=law, **plain)], "GREEN", 1),
+        ([row("fail", cell=law, **plain)], "RED", 2),
+    ):
+        found = judged([row(), *rows], watched=(law,))
+        assert (found.status, len(found.cells), found.kills) == (expected, cells, (0, 0))
 
 
 def test_headroom_is_the_tightest_check():

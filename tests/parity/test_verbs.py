@@ -14,6 +14,7 @@ from vllmx.cli import compose_runs, main, parse
 from vllmx.config import PARITY_VERBS, RunConfig
 from vllmx.exceptions import UserError
 
+
 def options(*words):
     """ParityConfig of a command line."""
     ((_, run),) = compose_runs(parse(["parity", *words]))

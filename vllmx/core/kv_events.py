@@ -127,9 +127,7 @@ class KVEventAggregator:
         return self._num_workers
 
     def __repr__(self) -> str:
-        return (
-            f"<KVEventAggregator workers={self._num_workers}, events={len(self._event_counter)}>"
-        )
+        return f"<KVEventAggregator workers={self._num_workers}, events={len(self._event_counter)}>"
 
 
 class KVConnectorKVEvents(ABC):

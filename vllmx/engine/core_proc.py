@@ -285,15 +285,21 @@ class EngineCoreProc(EngineCoreLoop):
         The parent decides when it ends: SIGINT, which a terminal sends to both, is ignored.
         SIGTERM lets the requests in flight finish, a second one ends them.
         """
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, _exit_while_loading)
-        logging.basicConfig(level=log_level, format=LOG_FORMAT)
         parent_watch = _ParentWatch(handshake_address)
         engine_core: EngineCoreProc | None = None
+
+        def handle_sigterm(signum: int, frame: FrameType | None) -> None:
+            parent_watch.patience = PARENT_CHECK_S
+            if engine_core is None:
+                raise SystemExit(128 + signum)
+            engine_core.request_shutdown(math.inf if engine_core.is_running() else 0.0)
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, handle_sigterm)
+        logging.basicConfig(level=log_level, format=LOG_FORMAT)
         try:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
             engine_core = _start(payload, local_client, handshake_address, engine_index)
-            _shut_down_on_sigterm(engine_core)
             engine_core.run_busy_loop()
             engine_core.refuse_messages()
             engine_core._send_engine_dead(None)
@@ -303,7 +309,6 @@ class EngineCoreProc(EngineCoreLoop):
                 engine_core._send_engine_dead(error)
             raise SystemExit(1) from None
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if engine_core is not None:
                 engine_core.shutdown()
             parent_watch.check()
@@ -369,23 +374,15 @@ def _tell_failure(handshake_address: str, engine_index: int, error: Exception) -
         socket.send(msgspec.msgpack.encode(describe_startup_error(error)))
 
 
-def _exit_while_loading(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + signum)
-
-
-def _shut_down_on_sigterm(engine_core: EngineCoreProc) -> None:
-    def handle(signum: int, frame: FrameType | None) -> None:
-        engine_core.request_shutdown(math.inf if engine_core.is_running() else 0.0)
-
-    signal.signal(signal.SIGTERM, handle)
-
-
 class _ParentWatch:
     """Ends this process at once, with the folder of its sockets, when the parent is gone.
 
     The parent's end of a pipe closes with it, unless a process that it forked holds a copy; so the
-    id of the parent is looked at as well.
+    id of the parent is looked at as well. patience: seconds that `check` gives a parent that may
+    be ending too.
     """
+
+    patience = 0.0
 
     def __init__(self, handshake_address: str) -> None:
         self._parent = parent_process()
@@ -412,5 +409,5 @@ class _ParentWatch:
 
     def check(self) -> None:
         """Same at the end of a process that was told to end as its parent was."""
-        if self._parent is not None and self._is_gone(0.0):
+        if self._parent is not None and self._is_gone(self.patience):
             self._leave()

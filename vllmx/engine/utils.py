@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing import util
+from multiprocessing import resource_tracker, util
 from multiprocessing.process import current_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,6 +211,8 @@ def end_processes(processes: list[SpawnProcess], timeout: float) -> None:
 @contextlib.contextmanager
 def signals_held_back() -> Iterator[None]:
     """SIGINT and SIGTERM wait. A child inherits that, so none hits it before it is ready."""
+    # Started by the first child otherwise, it would let the signals through again.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield

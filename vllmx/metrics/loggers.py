@@ -313,11 +313,12 @@ class StatLoggerManager:
             factories.append(LoggingStatLogger)
         self.stat_loggers: list[StatLoggerBase] = []
         for factory in factories:
-            if isinstance(factory, type) and issubclass(factory, AggregateStatLoggerBase):
-                self.stat_loggers.append(factory(vllm_config, self.engine_indexes))
-                continue
-            adapter = PerEngineStatLoggerAdapter(vllm_config, self.engine_indexes, factory)
-            self.stat_loggers.append(adapter)
+            kind: Any = factory
+            if isinstance(kind, type) and issubclass(kind, AggregateStatLoggerBase):
+                self.stat_loggers.append(kind(vllm_config, self.engine_indexes))
+            else:
+                adapter = PerEngineStatLoggerAdapter(vllm_config, self.engine_indexes, factory)
+                self.stat_loggers.append(adapter)
         self.stat_loggers.append(
             PrometheusStatLogger(vllm_config, self.engine_indexes[0], self.registry)
         )
