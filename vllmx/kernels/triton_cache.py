@@ -159,7 +159,10 @@ def _limit(cache: Tensor) -> float:
 
 
 def _strides(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int, int, int]:
-    return (*key_cache.stride()[:2], *value_cache.stride()[:2])
+    (key_block, key_slot), (value_block, value_slot) = (
+        cache.stride()[:2] for cache in (key_cache, value_cache)
+    )
+    return key_block, key_slot, value_block, value_slot
 
 
 @reshape_and_cache.register_impl("triton", supported=SUPPORTED, supports=_on_gpu)
