@@ -64,6 +64,9 @@ class RequestOutput:
     tokens that came from the prefix cache.
     """
 
+    # Answer -> place in `outputs`, once there is something to merge; most outputs never are.
+    _places: dict[int, int] | None = None
+
     def __init__(
         self,
         request_id: str,
@@ -95,7 +98,6 @@ class RequestOutput:
         self.encoder_prompt_token_ids = encoder_prompt_token_ids
         self.num_cached_tokens = num_cached_tokens
         self.kv_transfer_params = kv_transfer_params
-        self._places: dict[int, int] = {}
 
     def add(self, next_output: RequestOutput, aggregate: bool) -> None:
         """Merge a later output of the same request into this one.
@@ -108,8 +110,8 @@ class RequestOutput:
         if next_output.prompt_logprobs:
             self.prompt_logprobs = next_output.prompt_logprobs
         places = self._places
-        if len(places) != len(self.outputs):
-            places.update((part.index, i) for i, part in enumerate(self.outputs))
+        if places is None or len(places) != len(self.outputs):
+            places = self._places = {part.index: i for i, part in enumerate(self.outputs)}
         for completion in next_output.outputs:
             place = places.get(completion.index)
             if place is None:

@@ -295,7 +295,7 @@ class BlockPool:
         collector = self.metrics_collector
         for block in blocks:
             assert block.ref_cnt == 0
-            if self.enable_caching:
+            if self.enable_caching and (block.block_hash is not None or collector is not None):
                 self._maybe_evict_cached_block(block)
             block.ref_cnt = 1
             if collector is not None:

@@ -198,12 +198,12 @@ class KVCacheCoordinator(ABC):
         For use right after an allocation; `num_cached_tokens` is what cache_blocks was given, or
         None if it was not called.
         """
-        until = self._cached_until(num_cached_tokens)
+        until = self.cached_until(num_cached_tokens)
         for manager in self.single_type_managers:
             until = min(until, manager.unchanged_until(request_id, total_computed_tokens))
         self.unchanged_until[request_id] = until
 
-    def _cached_until(self, num_cached_tokens: int | None) -> int:
+    def cached_until(self, num_cached_tokens: int | None) -> int:
         """Longest length at which cache_blocks still has nothing new to cache."""
         if num_cached_tokens is None:
             return 0
@@ -275,7 +275,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
         """No hit."""
         return tuple([] for _ in self.single_type_managers), 0
 
-    def _cached_until(self, num_cached_tokens: int | None) -> int:
+    def cached_until(self, num_cached_tokens: int | None) -> int:
         return sys.maxsize
 
 
@@ -308,7 +308,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         )
         return hit_blocks, len(hit_blocks[0]) * self.block_size
 
-    def _cached_until(self, num_cached_tokens: int | None) -> int:
+    def cached_until(self, num_cached_tokens: int | None) -> int:
         if num_cached_tokens is None:
             return 0
         return (num_cached_tokens // self.block_size + 1) * self.block_size - 1
@@ -372,9 +372,9 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
                 num_tokens = min(num_computed_tokens, aligned + manager.block_size)
             manager.cache_blocks(request, num_tokens, self.retention_interval)
 
-    def _cached_until(self, num_cached_tokens: int | None) -> int:
+    def cached_until(self, num_cached_tokens: int | None) -> int:
         # With eagle each group goes on at a place of its own.
-        return 0 if self.eagle_group_ids else super()._cached_until(num_cached_tokens)
+        return 0 if self.eagle_group_ids else super().cached_until(num_cached_tokens)
 
     def find_longest_cache_hit(
         self, block_hashes: list[BlockHash], max_cache_hit_length: int

@@ -19,6 +19,7 @@ from vllmx.core.kv_cache_interface import (
     get_kv_cache_spec_sliding_window,
 )
 from vllmx.core.kv_events import BlockStored, KVCacheEvent
+from vllmx.core.single_type_kv_cache_manager import FullAttentionManager
 from vllmx.metrics.stats import PrefixCacheStats
 from vllmx.request import Request, RequestStatus
 
@@ -124,6 +125,10 @@ class KVCacheManager:
         self.num_kv_cache_groups = len(groups)
         self.block_pool = self.coordinator.block_pool
         self._unchanged_until = self.coordinator.unchanged_until
+        # The manager of the only group, if it keeps every block until the request ends.
+        managers = self.coordinator.single_type_managers
+        only = managers[0] if len(managers) == 1 else None
+        self._full_attention = only if type(only) is FullAttentionManager else None
         self.kv_cache_config = kv_cache_config
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         # What a group's events say of it: kind and window.
@@ -196,17 +201,22 @@ class KVCacheManager:
         once they hold their entries. `num_encoder_tokens` are the encoder positions that the
         request's first step writes for its cross attention.
         """
-        # Most steps of a running request change nothing: its last block has room, no block is
-        # completed and none leaves a window.
         if (
-            request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
-            <= self._unchanged_until.get(request.request_id, 0)
-            and num_new_tokens > 0
+            num_new_tokens > 0
             and new_computed_blocks is None
             and not (num_external_computed_tokens or full_sequence_must_fit or reserved_blocks)
             and (self.watermark_blocks == 0 or request.status not in _ADMITTED)
+            and (unchanged_until := self._unchanged_until.get(request.request_id))
         ):
-            return self.empty_kv_cache_blocks
+            # Most steps of a running request change nothing: its last block has room, no block is
+            # completed and none leaves a window.
+            num_slots = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+            if num_slots <= unchanged_until:
+                return self.empty_kv_cache_blocks
+            if self._full_attention is not None and not delay_cache_blocks:
+                return self._extend_running(
+                    self._full_attention, request, num_new_tokens, num_lookahead_tokens
+                )
 
         if num_new_tokens == 0 and num_external_computed_tokens == 0:
             raise ValueError(
@@ -261,6 +271,39 @@ class KVCacheManager:
             coordinator.cache_blocks(request, num_to_cache)
         coordinator.note_unchanged(request_id, num_computed, num_to_cache)
         return self.create_kv_cache_blocks(new_blocks)
+
+    def _extend_running(
+        self,
+        manager: FullAttentionManager,
+        request: Request,
+        num_new_tokens: int,
+        num_lookahead_tokens: int,
+    ) -> KVCacheBlocks | None:
+        """`allocate_slots` of a request that has run before, where the one group keeps every block.
+
+        What is left of the general way when there are no hits, no windows and no other groups:
+        every sequence comes by twice a block, and it takes less than half the time.
+        """
+        request_id = request.request_id
+        num_main = request.num_computed_tokens + num_new_tokens
+        num_slots = min(num_main + num_lookahead_tokens, self.max_model_len)
+        num_held = len(manager.req_to_blocks[request_id])
+        num_blocks = cdiv(num_slots, manager.block_size) - num_held
+        new_blocks = self.empty_kv_cache_blocks
+        if num_blocks > 0:
+            if num_blocks > self.block_pool.get_num_free_blocks():
+                return None
+            num_held += num_blocks
+            new_blocks = KVCacheBlocks(
+                (manager.allocate_new_blocks(request_id, num_slots, num_main),)
+            )
+        num_to_cache = None
+        if self.enable_caching:
+            num_to_cache = min(num_main, request.num_tokens)
+            manager.cache_blocks(request, num_to_cache)
+        until = self.coordinator.cached_until(num_to_cache)
+        self._unchanged_until[request_id] = min(until, num_held * manager.block_size)
+        return new_blocks
 
     def free(self, request: Request) -> None:
         """Give the request's blocks back; its tail is evicted first."""

@@ -734,6 +734,9 @@ class Scheduler(
         self, request: Request, new_token_ids: list[int]
     ) -> tuple[list[int], bool]:
         """Append sampled tokens up to the one that ends the request, if one does."""
+        if len(new_token_ids) == 1:
+            request.append_output_token_ids(new_token_ids[0])
+            return new_token_ids, check_stop(request, self.max_model_len)
         stopped = False
         for num_new, token_id in enumerate(new_token_ids, 1):
             request.append_output_token_ids(token_id)

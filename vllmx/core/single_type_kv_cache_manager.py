@@ -175,22 +175,22 @@ class SingleTypeKVCacheManager(ABC):
         if num_cached >= num_full:
             return
         block_mask = self.reachable_block_mask(
-            start_block=num_cached,
-            end_block=num_full,
-            alignment_tokens=self.scheduler_block_size,
-            kv_cache_spec=self.kv_cache_spec,
-            use_eagle=self.use_eagle,
-            retention_interval=retention_interval,
-            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached,
+            num_full,
+            self.scheduler_block_size,
+            self.kv_cache_spec,
+            self.use_eagle,
+            retention_interval,
+            request.num_prompt_tokens,
         )
         self.block_pool.cache_full_blocks(
-            request=request,
-            blocks=self.req_to_blocks[request_id],
-            num_cached_blocks=num_cached,
-            num_full_blocks=num_full,
-            block_size=self.block_size,
-            kv_cache_group_id=self.kv_cache_group_id,
-            block_mask=block_mask,
+            request,
+            self.req_to_blocks[request_id],
+            num_cached,
+            num_full,
+            self.block_size,
+            self.kv_cache_group_id,
+            block_mask,
         )
         self.num_cached_block[request_id] = num_full
 

@@ -181,18 +181,39 @@ class RequestState:
             new_token_ids = self.detokenizer.output_token_ids[self.sent_tokens_offset :]
             self.sent_tokens_offset = self.detokenizer.num_output_tokens()
 
-        outputs = [self._new_completion_output(new_token_ids, finish_reason, stop_reason)]
+        processor = self.logprobs_processor
+        delta = self.delta
+        logprobs = processor.logprobs
+        if logprobs is not None:
+            logprobs = self._logprobs_to_show(logprobs, finished)
+        text = self.detokenizer.get_next_output_text(finished, delta)
+        if not delta:
+            new_token_ids = self.detokenizer.output_token_ids
+            if not finished:  # the list grows on, the caller's must not
+                new_token_ids = new_token_ids[:]
+        completion = CompletionOutput(
+            self.request_index,
+            text,
+            new_token_ids,
+            processor.cumulative_logprob,
+            logprobs,
+            None,
+            str(finish_reason) if finished else None,
+            stop_reason if finished else None,
+        )
+        outputs = [completion]
         if self.parent_req is not None:
-            outputs, finished = self.parent_req.get_outputs(self.request_id, outputs[0])
+            outputs, finished = self.parent_req.get_outputs(self.request_id, completion)
             if not outputs:
                 return None
+        prompt_logprobs = processor.prompt_logprobs
+        if prompt_logprobs is not None and delta:
+            prompt_logprobs = processor.pop_prompt_logprobs()
         return RequestOutput(
             self.external_req_id,
             self.prompt,
             self.prompt_token_ids,
-            self.logprobs_processor.pop_prompt_logprobs()
-            if self.delta
-            else self.logprobs_processor.prompt_logprobs,
+            prompt_logprobs,
             outputs,
             finished,
             self.stats,
@@ -210,33 +231,6 @@ class RequestState:
         if not self.delta:  # with DELTA the offset moves when the tokens are taken
             self.sent_tokens_offset += num_unsent
         return True
-
-    def _new_completion_output(
-        self,
-        token_ids: list[int],
-        finish_reason: FinishReason | None,
-        stop_reason: int | str | None,
-    ) -> CompletionOutput:
-        finished = finish_reason is not None
-        processor = self.logprobs_processor
-        text = self.detokenizer.get_next_output_text(finished, self.delta)
-        logprobs = processor.logprobs
-        if logprobs is not None:
-            logprobs = self._logprobs_to_show(logprobs, finished)
-        if not self.delta:
-            token_ids = self.detokenizer.output_token_ids
-            if not finished:  # the list grows on, the caller's must not
-                token_ids = token_ids[:]
-        return CompletionOutput(
-            self.request_index,
-            text,
-            token_ids,
-            processor.cumulative_logprob,
-            logprobs,
-            None,
-            str(finish_reason) if finished else None,
-            stop_reason if finished else None,
-        )
 
     def _logprobs_to_show(self, logprobs: SampleLogprobs, finished: bool) -> SampleLogprobs:
         if self.delta:

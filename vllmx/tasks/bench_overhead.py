@@ -6,6 +6,7 @@ A step is schedule, the null runner, update and output processing; the time is p
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -22,6 +23,7 @@ from vllmx.engine import EngineCoreRequest
 from vllmx.engine.core import EngineCore
 from vllmx.engine.executor import Executor
 from vllmx.engine.output_processor import OutputProcessor
+from vllmx.gc_utils import freeze_gc_heap
 from vllmx.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ def measure_overhead(config: RunConfig) -> dict[str, Any]:
     """
     tokenizer = None
     if config.model.model or config.model.source is not None:
-        tokenizer = _tokenizer(config)
+        tokenizer = tokenizer_of(config)
     results: dict[str, Any] = {
         "num_running": config.bench.batch_size,
         "num_steps": config.bench.output_len,
@@ -51,7 +53,8 @@ def measure_overhead(config: RunConfig) -> dict[str, Any]:
     return results
 
 
-def _tokenizer(config: RunConfig) -> Tokenizer | None:
+def tokenizer_of(config: RunConfig) -> Tokenizer | None:
+    """The tokenizer of the config's model."""
     from vllmx.model_loader.resolve import resolve_model
     from vllmx.model_loader.tokenizer import get_tokenizer
 
@@ -83,16 +86,21 @@ def null_config(config: RunConfig) -> VllmConfig:
 
 def _measure(config: RunConfig, tokenizer: Tokenizer | None) -> float:
     """The median over bench.num_iters runs."""
+    iterations = config.bench.num_iters_warmup + config.bench.num_iters
+    runs = [step_seconds(config, tokenizer) for _ in range(iterations)]
+    median = statistics.median(runs[config.bench.num_iters_warmup :])
+    return median / config.bench.batch_size * 1e6
+
+
+def step_seconds(config: RunConfig, tokenizer: Tokenizer | None) -> float:
+    """Mean seconds of a step over bench.output_len steps of a new engine; detokenizes if it can."""
     vllm_config = null_config(config)
-    runs = []
-    for _ in range(config.bench.num_iters_warmup + config.bench.num_iters):
-        core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
-        try:
-            seconds = _decode(core, OutputProcessor(tokenizer, log_stats=False), config)
-        finally:
-            core.shutdown()
-        runs.append(seconds / config.bench.output_len / config.bench.batch_size * 1e6)
-    return statistics.median(runs[config.bench.num_iters_warmup :])
+    core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    try:
+        seconds = _decode(core, OutputProcessor(tokenizer, log_stats=False), config)
+    finally:
+        core.shutdown()
+    return seconds / config.bench.output_len
 
 
 def _decode(core: EngineCore, processor: OutputProcessor, config: RunConfig) -> float:
@@ -104,10 +112,13 @@ def _decode(core: EngineCore, processor: OutputProcessor, config: RunConfig) -> 
         core.add_request(*core.preprocess_add_request(request))
     while core.scheduler.get_request_counts() != (bench.batch_size, 0) or _prefilling(processor):
         _step(core, processor)
+    freeze_gc_heap()  # as a worker with a model does
     start = time.perf_counter()
     for _ in range(bench.output_len):
         _step(core, processor)
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    gc.unfreeze()
+    return seconds
 
 
 def _prefilling(processor: OutputProcessor) -> bool:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import torch
@@ -17,6 +18,7 @@ from vllmx.core.output import (
     SchedulerOutput,
 )
 from vllmx.exceptions import UserError
+from vllmx.gc_utils import freeze_gc_heap
 from vllmx.kv_transfer.base import KVConnectorHandshakeMetadata
 from vllmx.platform import available_memory, num_threads, resolve_device, resolve_dtype
 from vllmx.worker.model_runner import GPUModelRunner
@@ -84,6 +86,7 @@ class Worker:
     def compile_or_warm_up_model(self) -> None:
         """Capture CUDA graphs on a GPU; there is nothing to compile on a CPU."""
         self.model_runner.capture_model()
+        freeze_gc_heap()
 
     def get_kv_connector_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What other engines' workers must know of this one to exchange KV entries."""
@@ -110,3 +113,4 @@ class Worker:
         if self.model_runner.kv_connector is not None:
             self.model_runner.kv_connector.shutdown()
         self.model_runner.model = None
+        gc.unfreeze()

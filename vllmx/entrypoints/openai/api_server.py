@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -46,6 +47,7 @@ from vllmx.entrypoints.openai.streams import (
     run_unless_disconnected,
 )
 from vllmx.exceptions import EngineDeadError
+from vllmx.gc_utils import freeze_gc_heap
 from vllmx.metrics.prometheus import create_registry, render_metrics
 
 if TYPE_CHECKING:
@@ -185,6 +187,7 @@ async def detokenize(request: DetokenizeRequest, raw_request: Request) -> Respon
 @contextlib.asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Log the engine's statistics every now and then while the app runs."""
+    freeze_gc_heap()
     state: ServerState = app.state.server
 
     async def log_stats() -> None:
@@ -197,6 +200,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         task.cancel()
+        gc.unfreeze()
 
 
 def build_app(
