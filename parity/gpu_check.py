@@ -180,7 +180,7 @@ def _outputs(impl: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
     arguments = dict(kept)
     if impl.prepare is not None:
         arguments["prepared"] = impl.prepare(*(arguments.pop(k) for k in impl.op.static_args))
-    result = impl.fn(**arguments)
+    result = impl.op.canonical(impl.fn(**arguments))
     written = [kept["key_cache"], kept["value_cache"]] if "slot_mapping" in kept else []
     results = result if isinstance(result, tuple) else (result,)
     return [t for t in results if t is not None] + written
@@ -416,7 +416,7 @@ def check_speed(report: Report) -> None:
     """The figures, the device's time of a step, and what it goes to."""
     llm = measure(report, "speed", {})
     _graph_times(report, llm)
-    for batch in (1, 256):
+    for batch in (1, 8, 32, 256):
         _kernel_times(report, llm, batch, 16, 40)
     _kernel_times(report, llm, 8, 2048, 1)
     _host_times(report, llm)

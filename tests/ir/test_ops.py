@@ -30,7 +30,7 @@ def outputs_of(impl: IrOpImpl, inputs: dict) -> list[torch.Tensor]:
     kept = dict(inputs)
     if impl.prepare is not None:
         inputs["prepared"] = impl.prepare(*(inputs.pop(k) for k in impl.op.static_args))
-    result = impl.fn(**inputs)
+    result = impl.op.canonical(impl.fn(**inputs))
     written = [kept["key_cache"], kept["value_cache"]] if "slot_mapping" in kept else []
     results = result if isinstance(result, tuple) else (result,)
     return [t for t in results if t is not None] + written

@@ -101,6 +101,7 @@ class IrOp:
         self.impls: dict[str, IrOpImpl] = {REFERENCE: IrOpImpl(self, REFERENCE, fn)}
         self.generate_inputs: Callable[..., dict[str, Any]] | None = None
         self.facts_of: Callable[..., dict[str, Any]] = lambda **inputs: {}
+        self.canonical: Callable[[Any], Any] = lambda outputs: outputs
         self.tolerances: dict[torch.dtype, Tolerance] = dict(DEFAULT_TOLERANCES)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,6 +142,11 @@ class IrOp:
     def register_facts(self, fn: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
         """Decorator: `fn(**inputs)` derives the static facts that `bind` would be told."""
         self.facts_of = fn
+        return fn
+
+    def register_canonical(self, fn: Callable[[Any], Any]) -> Callable[..., Any]:
+        """Decorator: `fn(outputs)` brings what a provider may lay out its own way to one form."""
+        self.canonical = fn
         return fn
 
     def set_tolerance(self, dtype: torch.dtype, atol: float, rtol: float, why: str) -> None:

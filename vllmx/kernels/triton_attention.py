@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from vllmx.kernels.dependent_launch import after_the_last
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -120,7 +121,11 @@ if SUPPORTED is True:
         HAS_WINDOW: tl.constexpr,
         HAS_CAP: tl.constexpr,
         WIDE: tl.constexpr,
+        DEPENDENT_LAUNCH: tl.constexpr,
     ):
+        if DEPENDENT_LAUNCH:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         request = tl.program_id(0).to(tl.int64)
         kv_head = tl.program_id(1)
         num_kv_heads = tl.num_programs(1)
@@ -206,7 +211,11 @@ if SUPPORTED is True:
         HEAD_SIZE: tl.constexpr,
         COLUMNS: tl.constexpr,
         SPLITS: tl.constexpr,
+        DEPENDENT_LAUNCH: tl.constexpr,
     ):
+        if DEPENDENT_LAUNCH:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         row = tl.program_id(0).to(tl.int64)
         splits = tl.arange(0, SPLITS)
         columns = tl.arange(0, COLUMNS)
@@ -422,10 +431,18 @@ def paged_decode(
         WIDE=device.type == "cpu",
         num_warps=4,
         num_stages=2 if query.element_size() == 2 else 1,
+        **after_the_last(device),
     )
     if splits > 1:
         _join_splits_kernel[(num_reqs * num_heads,)](
-            part, weight, out, HEAD_SIZE=head_size, COLUMNS=columns, SPLITS=splits, num_warps=2
+            part,
+            weight,
+            out,
+            HEAD_SIZE=head_size,
+            COLUMNS=columns,
+            SPLITS=splits,
+            num_warps=2,
+            **after_the_last(device),
         )
 
 

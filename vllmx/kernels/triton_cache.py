@@ -12,6 +12,7 @@ from torch import Tensor
 from vllmx.ir.op import OpContext
 from vllmx.ir.ops.kv_cache import reshape_and_cache
 from vllmx.ir.ops.qkv import qk_norm_rope_cache
+from vllmx.kernels.dependent_launch import after_the_last
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -103,7 +104,11 @@ if SUPPORTED is True:
         HEADS: tl.constexpr,
         HAS_WEIGHTS: tl.constexpr,
         LIMIT: tl.constexpr,
+        DEPENDENT_LAUNCH: tl.constexpr,
     ):
+        if DEPENDENT_LAUNCH:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         token = tl.program_id(0).to(tl.int64)
         heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         i = tl.arange(0, COLUMNS)
@@ -225,5 +230,6 @@ def _qk_norm_rope_cache(
         HAS_WEIGHTS=query_weight is not None,
         LIMIT=_limit(key_cache),
         num_warps=2,
+        **after_the_last(qkv.device),
     )
     return out

@@ -17,6 +17,7 @@ from vllmx.config import VllmConfig
 from vllmx.ir.select import OpTable
 from vllmx.layers.activation import get_act_and_mul_fn
 from vllmx.layers.attention import Attention
+from vllmx.layers.fused_decoder import MAX_TOKENS, FusedDecoder
 from vllmx.layers.fused_qkv import FusedQKV
 from vllmx.layers.layernorm import RMSNorm
 from vllmx.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -43,6 +44,7 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             inner, hidden, bias, prefix=f"{prefix}.down_proj", **shared
         )
+        self.hidden_act = config.hidden_act
         self.act_fn = get_act_and_mul_fn(config.hidden_act, ops)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,10 +143,18 @@ class LlamaModel(nn.Module):
             f"{prefix}.layers",
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.ops = ops
+        self.few_tokens: FusedDecoder | None = None
+
+    def finish_loading(self) -> None:
+        """Make the shorter way for small batches, where there is one."""
+        self.few_tokens = FusedDecoder.of(self.layers, self.ops)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions: int [T] -> hidden states [T, H]."""
         hidden_states, residual = self.embed_tokens(input_ids), None
+        if self.few_tokens is not None and len(positions) <= MAX_TOKENS:
+            return self.norm(self.few_tokens(positions, hidden_states))
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
         hidden_states, _ = self.norm(hidden_states, residual)
@@ -189,3 +199,4 @@ class LlamaForCausalLM(nn.Module):
         loader.load_weights(weights, self.hf_to_vllm_mapper)
         if tied:
             self.lm_head.tie_weights(self.model.embed_tokens)
+        self.model.finish_loading()

@@ -24,11 +24,15 @@ from vllmx.ir.select import OpTable
 
 @dataclass
 class PackedLinear:
-    """Weights ready to run. format: how they lie in memory, in words; nbytes: their size."""
+    """Weights ready to run. format: how they lie in memory, in words; nbytes: their size.
+
+    dense: the stacked weight [out, in] itself, where it is kept in the activation dtype.
+    """
 
     apply: Callable[[Tensor], Tensor]
     format: str
     nbytes: int
+    dense: Tensor | None = None
 
 
 class LinearMethodBase(ABC):

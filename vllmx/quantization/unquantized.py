@@ -55,6 +55,7 @@ def dense_linear(
         apply=partial(impl.fn, weight=weight, bias=bias),
         format=f"{str(dtype).removeprefix('torch.')} (from {' and '.join(dtype_names(weights))})",
         nbytes=weight.nbytes + (0 if bias is None else bias.nbytes),
+        dense=weight if dtype == ops.dtype else None,
     )
 
 

@@ -6,7 +6,6 @@ A step is schedule, the null runner, update and output processing; the time is p
 
 from __future__ import annotations
 
-import gc
 import statistics
 import sys
 import time
@@ -23,7 +22,7 @@ from vllmx.engine import EngineCoreRequest
 from vllmx.engine.core import EngineCore
 from vllmx.engine.executor import Executor
 from vllmx.engine.output_processor import OutputProcessor
-from vllmx.gc_utils import freeze_gc_heap
+from vllmx.gc_utils import freeze_gc_heap, unfreeze_gc_heap
 from vllmx.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -117,7 +116,7 @@ def _decode(core: EngineCore, processor: OutputProcessor, config: RunConfig) -> 
     for _ in range(bench.output_len):
         _step(core, processor)
     seconds = time.perf_counter() - start
-    gc.unfreeze()
+    unfreeze_gc_heap()
     return seconds
 
 

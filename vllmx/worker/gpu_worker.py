@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 
 import torch
@@ -18,7 +17,7 @@ from vllmx.core.output import (
     SchedulerOutput,
 )
 from vllmx.exceptions import UserError
-from vllmx.gc_utils import freeze_gc_heap
+from vllmx.gc_utils import freeze_gc_heap, unfreeze_gc_heap
 from vllmx.kv_transfer.base import KVConnectorHandshakeMetadata
 from vllmx.platform import available_memory, num_threads, resolve_device, resolve_dtype
 from vllmx.worker.model_runner import GPUModelRunner
@@ -113,4 +112,4 @@ class Worker:
         if self.model_runner.kv_connector is not None:
             self.model_runner.kv_connector.shutdown()
         self.model_runner.model = None
-        gc.unfreeze()
+        unfreeze_gc_heap()

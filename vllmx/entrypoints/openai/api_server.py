@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -47,7 +46,7 @@ from vllmx.entrypoints.openai.streams import (
     run_unless_disconnected,
 )
 from vllmx.exceptions import EngineDeadError
-from vllmx.gc_utils import freeze_gc_heap
+from vllmx.gc_utils import freeze_gc_heap, unfreeze_gc_heap
 from vllmx.metrics.prometheus import create_registry, render_metrics
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         task.cancel()
-        gc.unfreeze()
+        unfreeze_gc_heap()
 
 
 def build_app(
