@@ -114,7 +114,7 @@ def test_random_additions_and_aborts_in_process(async_scheduling, policy):
         for client_outputs in outputs.values():
             ledger.take(client_outputs.outputs)
 
-    for operation in range(NUM_OPERATIONS // 4):
+    for operation in range(NUM_OPERATIONS):
         if rng.random() < 0.65 and len(ledger.open) < 40:
             core.add_request(*core.preprocess_add_request(ledger.new_request(operation)))
         else:
@@ -148,7 +148,7 @@ def test_random_additions_and_aborts_across_processes():
 
     async def main():
         reading = asyncio.create_task(read())
-        for operation in range(NUM_OPERATIONS // 5):
+        for operation in range(NUM_OPERATIONS):
             if rng.random() < 0.8:
                 await client.add_request_async(ledger.new_request(operation))
             else:
