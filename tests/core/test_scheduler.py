@@ -376,9 +376,12 @@ def test_prompt_bigger_than_the_cache_ends_at_once_and_blocks_nobody():
     assert len(loop.tokens["small"]) == len(loop.tokens["after"]) == 3
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("reserve", [True, False])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_request_that_outgrows_the_cache_ends_with_length_and_the_tokens_it_has(policy, reserve):
+def test_request_that_outgrows_the_cache_ends_with_length_and_the_tokens_it_has(
+    policy, reserve, async_scheduling
+):
     loop = Loop(
         make_config(
             num_blocks=9,
@@ -386,6 +389,7 @@ def test_request_that_outgrows_the_cache_ends_with_length_and_the_tokens_it_has(
             max_num_batched_tokens=8,
             policy=policy,
             scheduler_reserve_full_isl=reserve,
+            async_scheduling=async_scheduling,
         )
     )
     loop.add(make_request("grows", 24, max_tokens=90))

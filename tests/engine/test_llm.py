@@ -305,6 +305,26 @@ def test_statistics_are_off_unless_asked_for(build, monkeypatch):
     assert output.metrics.first_token_latency > 0
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_statistics_of_a_step_without_outputs_are_kept(monkeypatch, async_scheduling):
+    config = vllm_config(
+        script=script_of(prompt_len=200, then=A),
+        scheduler__max_num_seqs=8,
+        scheduler__max_num_batched_tokens=64,
+        scheduler__async_scheduling=async_scheduling,
+    )
+    llm = make_llm(monkeypatch, piece_tokenizer(*PIECES), config, disable_log_stats=False)
+    recorded = []
+    llm.llm_engine.logger_manager.record = lambda *stats: recorded.append(stats)
+    for prompt in ([A] * 200, [A] * 64 + [B] * 136):  # the second in two steps and a third
+        llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+    counted = [scheduler_stats.prefix_cache_stats for scheduler_stats, _ in recorded]
+    assert sum(stats.requests for stats in counted) == 2
+    assert sum(stats.queries for stats in counted) == 400
+    assert sum(stats.hits for stats in counted) == 64
+    assert sum(stats is not None for _, stats in recorded) == 2  # only steps that had outputs
+
+
 def test_prefix_cache_is_used_and_can_be_reset(build):
     llm = build(prompt_len=40)
     params = SamplingParams(max_tokens=1)

@@ -347,6 +347,17 @@ def test_every_row_of_the_inventory_comes_once_and_the_canary_last():
     assert listed[-1].id == features.CANARY
 
 
+@pytest.mark.parametrize("package", ["core", "engine", "worker"])
+def test_every_file_of_the_engine_and_every_test_of_it_is_named_by_a_feature(package):
+    """Else a change there would leave the evidence of all features as fresh as before."""
+    code = {path for feature in DECLARED for path in ours(feature, ROOT)[0]}
+    for path in (ROOT / "vllmx" / package).glob("*.py"):
+        assert path.name == "__init__.py" or str(path.relative_to(ROOT)) in code, path
+    tests = {s.partition("::")[0] for feature in DECLARED for s in feature.needs.get("tests", ())}
+    for path in (ROOT / "tests" / package).glob("test_*.py"):
+        assert str(path.relative_to(ROOT)) in tests, path
+
+
 @pytest.mark.parametrize("feature", DECLARED, ids=lambda feature: feature.id)
 def test_declared_files_tests_ops_and_traces_exist(feature):
     assert ours(feature, ROOT)[1] == ()

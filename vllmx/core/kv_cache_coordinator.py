@@ -276,6 +276,7 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
         return tuple([] for _ in self.single_type_managers), 0
 
     def cached_until(self, num_cached_tokens: int | None) -> int:
+        """No end: nothing is ever cached."""
         return sys.maxsize
 
 
@@ -309,6 +310,7 @@ class UnitaryKVCacheCoordinator(KVCacheCoordinator):
         return hit_blocks, len(hit_blocks[0]) * self.block_size
 
     def cached_until(self, num_cached_tokens: int | None) -> int:
+        """The length before the one that fills the next block."""
         if num_cached_tokens is None:
             return 0
         return (num_cached_tokens // self.block_size + 1) * self.block_size - 1
@@ -373,7 +375,7 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
             manager.cache_blocks(request, num_tokens, self.retention_interval)
 
     def cached_until(self, num_cached_tokens: int | None) -> int:
-        # With eagle each group goes on at a place of its own.
+        """0, which is no answer, with eagle: each group goes on at a place of its own."""
         return 0 if self.eagle_group_ids else super().cached_until(num_cached_tokens)
 
     def find_longest_cache_hit(

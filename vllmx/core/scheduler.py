@@ -305,8 +305,11 @@ class Scheduler(
             new_blocks := allocate_slots(request, num_new_tokens, num_lookahead_tokens=lookahead)
         ) is None:
             step.preempted = True
+            alone = len(self.running) == 1 and not self._waiters_hold_blocks()
+            if alone and request.num_output_placeholders > 0:
+                return None  # it is given up once the step in flight has brought its token
             victim = self._pop_victim(step)
-            if victim is request and not self._others_hold_blocks():
+            if victim is request and alone:
                 # It had the whole pool and that was not enough: it can never go on.
                 self._give_up(request, RequestStatus.FINISHED_LENGTH_CAPPED)
                 return None
@@ -350,9 +353,11 @@ class Scheduler(
 
     def _others_hold_blocks(self) -> bool:
         """Whether blocks may come free without anything being scheduled, or by what runs."""
-        if self.running or self.num_waiting_for_streaming_input > 0:
-            return True
-        return self._holds_unscheduled_blocks()
+        return bool(self.running) or self._waiters_hold_blocks()
+
+    def _waiters_hold_blocks(self) -> bool:
+        """Whether blocks may come free though nothing that runs gives them up."""
+        return self.num_waiting_for_streaming_input > 0 or self._holds_unscheduled_blocks()
 
     def _give_up(self, request: Request, status: RequestStatus) -> None:
         """End a request that the KV cache cannot hold even when it is alone."""

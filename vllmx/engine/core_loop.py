@@ -114,13 +114,22 @@ class EngineCoreLoop(EngineCore):
             time.sleep(0.001)
 
     def _process_aborts_queue(self) -> None:
-        # Only the aborts at the head of the queue: what comes behind another message may be meant
-        # for a request that this message adds.
+        if request_ids := self._aborts_at_the_head():
+            self.abort_requests(request_ids)
+
+    def _aborts_at_the_head(self) -> list[str]:
+        """Take the aborts that come next in the queue; an abort costs a walk over all requests, so
+        those of many clients that leave at once are made one.
+
+        What comes behind another message may be meant for a request that this message adds.
+        """
+        request_ids: list[str] = []
         while self._held_back is None and (message := self._next_message(block=False)) is not None:
             if message[0] == EngineCoreRequestType.ABORT:
-                self.abort_requests(message[1])
+                request_ids.extend(message[1])
             else:
                 self._held_back = message
+        return request_ids
 
     # ------------------------------------------------------------------ messages
 
@@ -131,7 +140,7 @@ class EngineCoreLoop(EngineCore):
             else:
                 self._send_finished([(request.request_id, request.client_index)])
         elif request_type == EngineCoreRequestType.ABORT:
-            self.abort_requests(request)
+            self.abort_requests([*request, *self._aborts_at_the_head()])
         elif request_type == EngineCoreRequestType.UTILITY:
             self._handle_utility(*request)
         elif request_type == EngineCoreRequestType.EXECUTOR_FAILED:

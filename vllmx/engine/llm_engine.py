@@ -151,13 +151,14 @@ class LLMEngine(EngineFront):
         except BaseException:
             self.abort_all()  # nothing more will come of them
             raise
-        iteration_stats = IterationStats() if self.log_stats else None
+        iteration_stats = IterationStats() if self.log_stats and outputs.outputs else None
         processed = self.output_processor.process_outputs(
             outputs.outputs, outputs.timestamp, iteration_stats
         )
         if processed.reqs_to_abort:
             self.engine_core.abort_requests(processed.reqs_to_abort)
-        if self.logger_manager is not None and outputs.outputs:
+        if self.logger_manager is not None and outputs.scheduler_stats is not None:
+            # Even of a step without outputs: what it counted is not counted again.
             self.logger_manager.record(outputs.scheduler_stats, iteration_stats)
             self._log_stats_with_interval()
         return processed.request_outputs

@@ -68,9 +68,10 @@ class Mailbox(ABC):
             call.set_result(None if answer.result is None else answer.result.result)
 
     def _fail_calls(self) -> None:
-        while self.calls:
-            _, call = self.calls.popitem()
-            if not call.done():
+        # A caller that has seen `closed` may take its own call out meanwhile.
+        for call_id in list(self.calls):
+            call = self.calls.pop(call_id, None)
+            if call is not None and not call.done():
                 call.set_exception(dead_error(self.cause))
 
 
