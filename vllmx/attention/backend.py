@@ -95,6 +95,12 @@ class AttentionBackend(ABC):
         return False
 
     @classmethod
+    def joins_decode(cls) -> bool:
+        """Whether op `qk_norm_rope_decode` may stand in for a step that only decodes: its metadata
+        says num_decodes, num_reqs, slot_mapping, block_table, seq_lens and max_seq_len."""
+        return False
+
+    @classmethod
     def op_call(
         cls,
         query: Tensor,

@@ -40,9 +40,8 @@ class AsyncScheduler(Scheduler):
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids)
         request.num_output_placeholders -= len(new_token_ids)
         assert request.num_output_placeholders >= 0
-        if was_running:
-            # allocate_slots could not hash the blocks that end in a placeholder.
-            self.kv_cache_manager.cache_blocks(
-                request, request.num_computed_tokens - request.num_output_placeholders
-            )
+        num_known = request.num_computed_tokens - request.num_output_placeholders
+        if was_running and num_known % self.hash_block_size < len(new_token_ids):
+            # A block has ended that allocate_slots could not hash: it ended in a placeholder.
+            self.kv_cache_manager.cache_blocks(request, num_known)
         return new_token_ids, stopped

@@ -16,6 +16,7 @@ from vllmx.ir.op import OpContext
 from vllmx.ir.ops.activation import silu_and_mul
 from vllmx.ir.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllmx.ir.ops.rotary import rotary_embedding
+from vllmx.kernels.dependent_launch import after_the_last
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -55,7 +56,11 @@ if SUPPORTED is True:
         HAS_RESIDUAL: tl.constexpr,
         HAS_WEIGHT: tl.constexpr,
         BLOCK: tl.constexpr,
+        DEPENDENT_LAUNCH: tl.constexpr,
     ):
+        if DEPENDENT_LAUNCH:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         row = tl.program_id(0).to(tl.int64)
         columns = tl.arange(0, BLOCK)
         inside = columns < hidden
@@ -73,7 +78,12 @@ if SUPPORTED is True:
         tl.store(out, y.to(out_ptr.dtype.element_ty), mask=inside)
 
     @triton.jit
-    def _silu_and_mul_kernel(x_ptr, x_stride, out_ptr, half, BLOCK: tl.constexpr):
+    def _silu_and_mul_kernel(
+        x_ptr, x_stride, out_ptr, half, BLOCK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr
+    ):
+        if DEPENDENT_LAUNCH:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         row = tl.program_id(0).to(tl.int64)
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < half
@@ -149,6 +159,7 @@ def _norm(
         HAS_RESIDUAL=residual is not None,
         HAS_WEIGHT=weight is not None,
         BLOCK=triton.next_power_of_2(hidden),
+        **after_the_last(x.device),
     )
     return out
 
@@ -178,7 +189,9 @@ def _silu_and_mul(x: Tensor) -> Tensor:
     rows, half, block = _rows(x), x.shape[-1] // 2, 1024
     out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
     grid = (rows.shape[0], triton.cdiv(half, block))
-    _silu_and_mul_kernel[grid](rows, rows.stride(0), out, half, BLOCK=block)
+    _silu_and_mul_kernel[grid](
+        rows, rows.stride(0), out, half, BLOCK=block, **after_the_last(x.device)
+    )
     return out
 
 

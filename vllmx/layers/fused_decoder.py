@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dense decoder's layers for a few tokens: norms, gates and residuals inside the linear kernels.
 
-The same layers, weights and cache as the model's own forward, in six launches a layer instead of
+The same layers, weights and cache as the model's own forward, in five launches a layer instead of
 nine. It serves batches of at most `MAX_TOKENS`, where launches weigh more than arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ OPS = ("linear_add", "rms_norm_linear", "rms_norm_gated_linear")
 class FusedDecoder:
     """Runs `layers` with the three fused ops; `of` says whether that can be."""
 
-    def __init__(self, layers: Sequence[Any], ops: OpTable) -> None:
+    def __init__(self, layers: Iterable[Any], ops: OpTable) -> None:
         impls = {name: ops.choose(name) for name in OPS}
         self.steps = [_steps_of(layer, impls) for layer in layers]
 
     @classmethod
-    def of(cls, layers: Sequence[Any], ops: OpTable) -> FusedDecoder | None:
+    def of(cls, layers: Iterable[Any], ops: OpTable) -> FusedDecoder | None:
         """None where an op has no provider but its definition, or a layer is not of this kind."""
         if any(ops.choose(name).provider == REFERENCE for name in OPS):
             return None
@@ -61,10 +61,6 @@ def _is_plain(layer: Any) -> bool:
 
 def _steps_of(layer: Any, impls: dict[str, Any]) -> tuple[Callable[..., Any], ...]:
     attention, mlp = layer.self_attn, layer.mlp
-    fused_qkv, attn = attention.fused_qkv, attention.attn
-
-    def attend(positions: Tensor, qkv: Tensor) -> Tensor:
-        return attn(fused_qkv(positions, qkv), None, None)
 
     def adds(linear: Any) -> Callable[..., Any]:
         impl = impls["linear_add"]
@@ -79,7 +75,7 @@ def _steps_of(layer: Any, impls: dict[str, Any]) -> tuple[Callable[..., Any], ..
 
     return (
         norms("rms_norm_linear", layer.input_layernorm, attention.qkv_proj),
-        attend,
+        attention.fused_qkv.attend,
         adds(attention.o_proj),
         norms("rms_norm_gated_linear", layer.post_attention_layernorm, mlp.gate_up_proj),
         adds(mlp.down_proj),

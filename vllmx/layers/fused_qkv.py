@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # upstream: csrc/fused_qknorm_rope_kernel.cu @ v0.25.0
-"""Norms, rotation and cache write of an attention layer in one call, where a provider has it."""
+"""Norms, rotation and cache write of an attention layer in one call, where a provider has it; in a
+step that only decodes, with attention itself."""
 
 from __future__ import annotations
 
@@ -29,6 +30,16 @@ class FusedQKV:
         self.rotary_emb = rotary_emb
         self.norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
         self._qk_norm_rope_cache = ops.bind("qk_norm_rope_cache", **_facts(attn, rotary_emb))
+        self._decode = None
+        if attn.backend.joins_decode():
+            facts = {
+                **_facts(attn, rotary_emb),
+                "group": attn.num_heads // attn.num_kv_heads,
+                "sliding_window": attn.sliding_window,
+                "soft_cap": attn.logits_soft_cap,
+            }
+            impl = ops.choose("qk_norm_rope_decode", **facts)
+            self._decode = None if impl.provider == REFERENCE else impl.fn
 
     @classmethod
     def of(
@@ -44,6 +55,28 @@ class FusedQKV:
         if impl.provider == REFERENCE or attn.kv_sharing_target_layer_name is not None:
             return None
         return cls(attn, rotary_emb, ops, q_norm, k_norm)
+
+    def attend(self, positions: Tensor, qkv: Tensor) -> Tensor:
+        """positions: [T]; qkv: [T, q_size + 2 * kv_size] -> what attention returns, [T, q_size]."""
+        attn, norms = self.attn, self.norms
+        metadata = get_forward_context().attn_metadata[attn.layer_name]
+        if self._decode is None or metadata.num_decodes < metadata.num_reqs:
+            return attn(self(positions, qkv), None, None)
+        return self._decode(
+            qkv,
+            None if norms is None else norms[0].weight,
+            None if norms is None else norms[1].weight,
+            0.0 if norms is None else norms[0].variance_epsilon,
+            positions,
+            self.rotary_emb.cos_sin_cache,
+            attn.key_cache,
+            attn.value_cache,
+            metadata.slot_mapping,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.max_seq_len,
+            attn.scale,
+        )
 
     def __call__(self, positions: Tensor, qkv: Tensor) -> Tensor:
         """positions: [T]; qkv: [T, q_size + 2 * kv_size] -> queries [T, q_size]."""

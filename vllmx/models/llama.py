@@ -88,7 +88,7 @@ class LlamaAttention(nn.Module):
         """positions: int64 [T]; hidden_states: [T, H] -> [T, H]."""
         qkv = self.qkv_proj(hidden_states)
         if self.fused_qkv is not None:
-            return self.o_proj(self.attn(self.fused_qkv(positions, qkv), None, None))
+            return self.o_proj(self.fused_qkv.attend(positions, qkv))
         qk, v = qkv.split((self.q_size + self.kv_size, self.kv_size), dim=-1)
         # Queries and keys are rotated as one tensor: to the rotation, heads are alike.
         qk, _ = self.rotary_emb(positions, qk)

@@ -35,7 +35,7 @@ class Qwen3Attention(LlamaAttention):
         """positions: int64 [T]; hidden_states: [T, H] -> [T, H]."""
         qkv = self.qkv_proj(hidden_states)
         if self.fused_qkv is not None:
-            return self.o_proj(self.attn(self.fused_qkv(positions, qkv), None, None))
+            return self.o_proj(self.fused_qkv.attend(positions, qkv))
         q, k, v = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=-1)
         q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)

@@ -127,6 +127,11 @@ class TritonAttentionBackend(AttentionBackend):
         return True
 
     @classmethod
+    def joins_decode(cls) -> bool:
+        """Its metadata has what `qk_norm_rope_decode` asks for."""
+        return True
+
+    @classmethod
     def supports_cudagraph(cls) -> bool:
         """A decode batch is read on the device alone."""
         return True
