@@ -46,6 +46,8 @@ class Listed:
         listed = expected("cpu", f"{OPS[name].feature}/")
         cells = []
         for cell in listed:
+            # One that is refused here may have run on another device.
+            self._op_cells[cell.feature, cell.case_name, cell.provider] = cell
             if cell.refused:
                 continue
             found = Cell(
@@ -55,7 +57,6 @@ class Listed:
                 graded=True,
                 command=f"vllmx parity replay {OPS[name].feature}/",
             )
-            self._op_cells[found.key[:3]] = cell
             cells.append(found)
         return cells
 
