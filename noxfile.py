@@ -114,20 +114,19 @@ def oracle(session: nox.Session) -> None:
     )
 
 
-@nox.session(venv_backend="none")
+@nox.session
 def record(session: nox.Session) -> None:
-    """`nox -s record -- schedule` records parity/goldens/schedule with upstream's scheduler."""
-    if session.posargs != ["schedule"]:
-        session.error("say what to record: nox -s record -- schedule")
-    python = os.environ.get("VLLMX_ORACLE_PYTHON", ORACLE_PYTHON)
-    if not Path(python).exists():
+    """`nox -s record -- ops|models|text|schedule [check=true]`: ask the oracles for the goldens."""
+    kind, *options = session.posargs or [""]
+    prefixes = {"ops": "op.,sample.", "models": "model.", "text": "text.", "schedule": "schedule."}
+    if kind not in prefixes:
+        session.error(f"say what to record: nox -s record -- {'|'.join(prefixes)}")
+    python = Path(os.environ.get("VLLMX_ORACLE_PYTHON", ORACLE_PYTHON)).absolute()
+    if not python.exists():
         session.error(f"{python} is missing; make it with nox -s oracle")
-    specs = str(Path(session.create_tmp()) / "specs.json")
-    # By its path, as the package needs vllmx's dependencies.
-    script = [sys.executable, "parity/schedule_traces.py", specs]
-    session.run(*script, env={"PYTHONPATH": "."}, external=True)
-    session.run(
-        *[python, "-m", "oracles.vllm_scheduler", specs, "parity/goldens/schedule"],
-        env={"PYTHONHASHSEED": "0"},
-        external=True,
-    )
+    session.install("-e", ".[test]")
+    if kind in ("models", "text"):
+        session.run("vllmx", "fetch", "smollm2-135m")
+        session.run("vllmx", "fetch", "gemma3-270m")
+    command = ["vllmx", "parity", "record", "--select", prefixes[kind], *options]
+    session.run(*command, env={"VLLMX_ORACLE_PYTHON": str(python)})

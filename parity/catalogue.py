@@ -46,6 +46,8 @@ class Listed:
         listed = expected("cpu", f"{OPS[name].feature}/")
         cells = []
         for cell in listed:
+            # One that is refused here may have run on another device.
+            self._op_cells[cell.feature, cell.case_name, cell.provider] = cell
             if cell.refused:
                 continue
             found = Cell(
@@ -55,7 +57,6 @@ class Listed:
                 graded=True,
                 command=f"vllmx parity replay {OPS[name].feature}/",
             )
-            self._op_cells[found.key[:3]] = cell
             cells.append(found)
         return cells
 
@@ -77,6 +78,22 @@ class Listed:
             self._model_cells[found.key[:3]] = cell
             cells.append(found)
         return cells
+
+    def text(self, name: str) -> Sequence[Cell]:
+        """A cell for each spec of texts whose name starts with `name`."""
+        from .text_cases import specs
+        from .text_replay import DEVICE, MODE, PROVIDER, golden_name
+
+        return [
+            Cell(
+                *(f"text.{spec['kind']}", spec["name"].partition("/")[2], PROVIDER, DEVICE, MODE),
+                kind="text",
+                golden=f"text/{golden_name(spec)}",
+                command=f"vllmx parity replay text.{spec['name']}",
+            )
+            for spec in specs()
+            if spec["name"].startswith(name)
+        ]
 
     def schedule(self, kind: str) -> Sequence[Cell]:
         """A cell for each trace of `kind`; of all kinds for `*`."""
@@ -113,6 +130,7 @@ class Listed:
     def goldens(self) -> Mapping[str, Golden]:
         """What lies in parity/goldens, by name; files that no case expects are problems."""
         found = dict(self._op_goldens()) | dict(self._model_goldens())
+        found |= dict(self._text_goldens())
         for path in sorted((self.folder / "schedule").glob("*")):
             name = f"schedule/{path.name.removesuffix(TRACE)}"
             found[name] = Golden(_sha(path), self._trace_problem(path))
@@ -160,6 +178,16 @@ class Listed:
         for name in golden_files.strays(folder, wanted):
             yield f"models/{name}", Golden("", "no model expects this file")
 
+    def _text_goldens(self) -> Iterator[tuple[str, Golden]]:
+        from .text_replay import problem
+
+        folder = self.folder / "text"
+        known = {golden_files.INDEX}
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            name = path.relative_to(folder).as_posix()
+            if name not in known:
+                yield f"text/{name}", Golden(_sha(path), problem(name, folder))
+
     def expected_op_goldens(self) -> set[str]:
         """The goldens that the cases of the ops ask for, relative to goldens/ops."""
         from .op_cells import expected
@@ -185,6 +213,10 @@ class Listed:
             return self._op_closure(cell)
         if cell.kind == "model":
             return self._model_closure(cell)
+        if cell.kind == "text":
+            from .text_replay import closure_of as text_closure
+
+            return text_closure(cell.feature.removeprefix("text."))
         if cell.kind == "mutant":
             return closure_of(self._mutants[cell.feature.removeprefix("mutant.")], self.root)
         return self._closures.get(cell.kind)

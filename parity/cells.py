@@ -18,13 +18,16 @@ LAWS = ("rows", "double", "blocks", "poison", "constant")
 
 
 class Catalogue(Protocol):
-    """What there is to be shown of ops, models and the scheduler."""
+    """What there is to be shown of ops, models, texts and the scheduler."""
 
     def ops(self, name: str) -> Sequence[Cell]:
         """The cells of an op of the op table; none if there is no such op."""
 
     def models(self, name: str) -> Sequence[Cell]:
         """The cells of a model; none if no golden is asked for."""
+
+    def text(self, name: str) -> Sequence[Cell]:
+        """The cells of the specs of texts whose names start with `name`."""
 
     def schedule(self, kind: str) -> Sequence[Cell]:
         """The cells of a kind of scheduler trace, of all for `*`."""
@@ -101,7 +104,12 @@ def _cells(feature: str, kind: str, name: str, catalogue: Catalogue) -> Sequence
     if kind == "upstream":
         command = f"vllmx parity upstream-tests --select {name.split('::')[0]}"
         return [Cell(feature, name, "vllmx", "cpu", UPSTREAM, "upstream", command=command)]
-    listed = {"ops": catalogue.ops, "models": catalogue.models, "schedule": catalogue.schedule}
+    listed = {
+        "ops": catalogue.ops,
+        "models": catalogue.models,
+        "text": catalogue.text,
+        "schedule": catalogue.schedule,
+    }
     # A name that stands for nothing is a cell that nothing can show.
     nothing = Cell(f"{kind}.{name}", "", "", "cpu", "", kind, golden=f"{kind}/{name}")
     return list(listed[kind](name)) or [nothing]

@@ -8,6 +8,7 @@ id, which files of ours are the feature and by what it is to be shown:
     lacks: [words]      parts of the feature that are not built
     ops: [names]        ops of the op table: every case, provider and device of each
     models: [names]     models of parity/goldens/models, in every mode
+    text: [prefixes]    specs of parity/text_cases.py, KIND or KIND/CASE
     schedule: [kinds]   kinds of parity/schedule_traces.py; "*" for all
     upstream: [paths]   files, or ids with wildcards, under upstream's tests/
     tests: [selectors]  tests/file.py or tests/file.py::name, with wildcards
@@ -29,7 +30,7 @@ from vllmx.exceptions import UserError
 HERE = Path(__file__).resolve().parent
 INVENTORY = HERE / "inventory.tsv"
 FEATURES = HERE / "features.yaml"
-NEEDS = ("ops", "models", "schedule", "upstream", "tests")
+NEEDS = ("ops", "models", "text", "schedule", "upstream", "tests")
 CANARY = "suite.canary"
 """A row beyond the inventory that is broken for ever: if it isn't red, no row can be believed."""
 

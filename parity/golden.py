@@ -5,7 +5,8 @@ One .safetensors file a case, of the format's plainest form: tensors by name, an
 `vllmx` with canonical JSON. Same content, same bytes. The JSON has the sha256 of every tensor and
 one over all of itself, so a file that was cut, edited or built by hand is noticed without an index.
 Inputs are not stored: their hash is, and they are drawn again from counter bits (inputs.py).
-Nothing is pickled.
+Nothing is pickled. Answers that are no tensors (texts, hashes) are a .json file a spec: canonical
+JSON with the same facts and their sha256.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ SCHEMA = 1
 GOLDENS = Path(__file__).resolve().parent / "goldens"
 OPS = GOLDENS / "ops"
 MODELS = GOLDENS / "models"
+TEXT = GOLDENS / "text"
 INDEX = "index.json"
+BESIDE = {INDEX, "floors.json"}
+"""Files at the top of a folder of goldens that are none themselves."""
 MAX_BYTES = 64 * 1024
 MODEL_MAX_BYTES = 512 * 1024
 KEY = "vllmx"
@@ -42,6 +46,7 @@ NAMES = {
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 PROVENANCE = ("name", "version", "lane", "callable", "torch", "numpy", "device", "command", "reps")
 REQUIRED = ("schema", "kind", "feature", "case", "dtype", "tensors", "args", "oracle", "class")
+JSON_REQUIRED = ("schema", "kind", "feature", "case", "spec", "answers", "source_sha256", "oracle")
 
 
 class GoldenError(ValueError):
@@ -80,10 +85,26 @@ def describe(tensor: Array, stored: bool) -> dict[str, Any]:
 
 def pack(facts: Mapping[str, Any], tensors: Mapping[str, Array]) -> bytes:
     """The bytes of a golden; GoldenError where facts are missing or null."""
-    body = {key: value for key, value in facts.items() if key != "sha256"}
-    _check_facts(body)
-    body["sha256"] = hashlib.sha256(canonical(body)).hexdigest()
-    return pack_tensors(tensors, body)
+    return pack_tensors(tensors, _signed(facts, REQUIRED))
+
+
+def pack_json(facts: Mapping[str, Any]) -> bytes:
+    """The bytes of a golden without tensors; GoldenError where facts are missing or null."""
+    return canonical(_signed(facts, JSON_REQUIRED)) + b"\n"
+
+
+def unpack_json(data: bytes) -> Golden:
+    """The golden in `data`; GoldenError where a byte has changed or a fact is missing."""
+    try:
+        facts = json.loads(data)
+        same = pack_json(facts) == data
+    except GoldenError:
+        raise
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise GoldenError(f"not a golden: {type(error).__name__}: {error}") from error
+    if not same:
+        raise GoldenError("its sha256 is not that of its facts, or it is not in canonical form")
+    return Golden(facts, {}, hashlib.sha256(data).hexdigest())
 
 
 def pack_tensors(tensors: Mapping[str, Array], facts: Mapping[str, Any]) -> bytes:
@@ -134,7 +155,7 @@ def unpack(data: bytes) -> Golden:
     body = {key: value for key, value in facts.items() if key != "sha256"}
     if hashlib.sha256(canonical(body)).hexdigest() != facts.get("sha256"):
         raise GoldenError("its sha256 is not that of its facts")
-    _check_facts(body)
+    _check_facts(body, REQUIRED)
     stored = {name for name, told in facts["tensors"].items() if told["stored"]}
     if stored != set(tensors):
         raise GoldenError(f"it stores {sorted(tensors)}, but describes {sorted(stored)}")
@@ -152,14 +173,18 @@ def read(path: Path) -> Golden:
         data = path.read_bytes()
     except OSError as error:
         raise GoldenError(f"no golden {path.name}: {error.strerror}") from error
-    return unpack(data)
+    return _unpack(path, data)
+
+
+def _unpack(path: Path, data: bytes) -> Golden:
+    return unpack_json(data) if path.suffix == ".json" else unpack(data)
 
 
 def write(path: Path, data: bytes, limit: int = MAX_BYTES) -> None:
     """Write a golden whole or not at all; GoldenError if it is larger than one may be."""
     if len(data) > limit:
         raise GoldenError(f"{path.name}: {len(data)} bytes, {limit} are allowed")
-    unpack(data)
+    _unpack(path, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_bytes(data)
@@ -186,18 +211,27 @@ def write_index(folder: Path) -> None:
 
 def files(folder: Path) -> list[str]:
     """Paths of the goldens that lie in `folder`, relative to it."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors"))
+    listed = (path for path in folder.rglob("*") if path.suffix in (".safetensors", ".json"))
+    names = (path.relative_to(folder).as_posix() for path in listed)
+    return sorted(name for name in names if name not in BESIDE)
 
 
 def strays(folder: Path, expected: set[str]) -> list[str]:
     """Files of `folder` that are neither expected nor an index."""
-    known = expected | {INDEX, "floors.json"}
+    known = expected | BESIDE
     found = (p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
     return sorted(name for name in found if name not in known)
 
 
-def _check_facts(facts: Mapping[str, Any]) -> None:
-    missing = [name for name in REQUIRED if facts.get(name) in (None, "")]
+def _signed(facts: Mapping[str, Any], required: Sequence[str]) -> dict[str, Any]:
+    """`facts` with their own sha256."""
+    body = {key: value for key, value in facts.items() if key != "sha256"}
+    _check_facts(body, required)
+    return {**body, "sha256": hashlib.sha256(canonical(body)).hexdigest()}
+
+
+def _check_facts(facts: Mapping[str, Any], required: Sequence[str]) -> None:
+    missing = [name for name in required if facts.get(name) in (None, "")]
     oracle = facts.get("oracle") or {}
     missing += [f"oracle.{name}" for name in PROVENANCE if oracle.get(name) in (None, "")]
     if missing:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,11 +16,11 @@ import numpy as np
 from safetensors import safe_open
 
 from . import golden
-from .checkpoints import ROOT, gguf_file, oracle_folder, tiny_folder
+from .checkpoints import gguf_file, oracle_folder, tiny_folder
 from .dtypes import Array, array
 from .golden import GoldenError
 from .model_table import FLOOR_LANE, GOLDEN_LANE, LANES, POSITIONS, ModelEntry
-from .oracle_process import OracleBlocked, python_of
+from .oracle_process import call
 
 SECONDS = 3600
 
@@ -58,26 +56,14 @@ class Scores:
 
 def ask(lane: str, job: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """(tensors, what computed) of a lane's oracle; OracleBlocked where it can't run here."""
-    oracle = LANES[lane]
-    python = python_of(oracle)
-    if not Path(python).is_file():
-        raise OracleBlocked(f"{oracle}: there is no {python}; make it with `nox -s oracle`")
     with tempfile.TemporaryDirectory() as work:
         asked, out = Path(work) / "job.json", Path(work) / "out.safetensors"
         if "ids" in job:
             np.save(Path(work) / "ids.npy", job["ids"])
             job = {**job, "ids": str(Path(work) / "ids.npy")}
         asked.write_text(json.dumps(job))
-        argv = [python, "-m", f"oracles.{oracle}", str(asked), str(out)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
-        environment["OMP_NUM_THREADS"] = "1"  # the order of a sum must not depend on the machine
-        run = subprocess.run(
-            argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
-        )
-        if run.returncode == 2:
-            raise OracleBlocked(f"{oracle}: {run.stderr.strip().splitlines()[-1:]}")
-        if run.returncode or not out.is_file():
-            raise GoldenError(f"{oracle} ended with {run.returncode}: {run.stderr[-2000:]}")
+        # One thread: the order of a sum must not depend on the machine.
+        call(LANES[lane], asked, out, seconds=SECONDS, OMP_NUM_THREADS="1")
         with safe_open(str(out), "numpy") as file:
             told = json.loads(file.metadata()["oracle"])
             return {name: file.get_tensor(name) for name in file.keys()}, told  # noqa: SIM118

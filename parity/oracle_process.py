@@ -19,7 +19,7 @@ from .dtypes import STORAGE, Array, from_bytes
 from .golden import DTYPES, NAMES, GoldenError
 
 ROOT = Path(__file__).resolve().parents[1]
-OWN_ENVIRONMENT = ("vllm_ops", "gguf_dequant", "vllm_scheduler", "vllm_model")
+OWN_ENVIRONMENT = ("vllm_ops", "gguf_dequant", "vllm_scheduler", "vllm_model", "vllm_text")
 """Oracles that need the environment of `nox -s oracle`; the others run in vllmx's own."""
 SECONDS = 1200
 
@@ -55,24 +55,32 @@ def python_of(oracle: str) -> str:
     return os.environ.get("VLLMX_ORACLE_PYTHON") or str(ROOT / ".venv-oracle" / "bin" / "python")
 
 
-def ask(oracle: str, questions: Iterable[Question]) -> list[Answer]:
-    """Answers in the order of the questions; OracleBlocked where the oracle can't run here."""
-    listed = list(questions)
+def call(oracle: str, *arguments: Path, seconds: float = SECONDS, **environment: str) -> None:
+    """Run an oracle; OracleBlocked where it can't run here, GoldenError where it fails."""
     python = python_of(oracle)
     if not Path(python).is_file():
         raise OracleBlocked(f"{oracle}: there is no {python}; make it with `nox -s oracle`")
+    done = subprocess.run(
+        [python, "-m", f"oracles.{oracle}", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0", **environment},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+    if done.returncode == 2:
+        raise OracleBlocked(f"{oracle}: {done.stderr.strip().splitlines()[-1:]}")
+    if done.returncode:
+        raise GoldenError(f"{oracle} ended with {done.returncode}: {done.stderr[-2000:]}")
+
+
+def ask(oracle: str, questions: Iterable[Question]) -> list[Answer]:
+    """Answers in the order of the questions; OracleBlocked where the oracle can't run here."""
+    listed = list(questions)
     with tempfile.TemporaryDirectory() as folder:
         job, out = Path(folder) / "job.safetensors", Path(folder) / "out.safetensors"
         job.write_bytes(_job(listed))
-        command = [python, "-m", f"oracles.{oracle}", str(job), str(out)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"}
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
-        )
-        if done.returncode == 2:
-            raise OracleBlocked(f"{oracle}: {done.stderr.strip().splitlines()[-1:]}")
-        if done.returncode or not out.is_file():
-            raise GoldenError(f"{oracle} ended with {done.returncode}: {done.stderr[-2000:]}")
+        call(oracle, job, out)
         return _answers(listed, out)
 
 

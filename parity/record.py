@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllmx parity record [select=...] [oracle=...] [check=true]`: ask the oracles, write goldens.
 
-Each case goes to the oracle that op_table.py names for its op, as a process of its own. An answer
-becomes a golden only if a second call gave the same bits, if it is no further from the float64
-truth than a few roundings, and if plainly wrong copies of it would be refused. With `check`
-nothing is written: exit code 1 if a golden would change.
+`select` has prefixes of op.NAME/CASE, model.NAME, text.KIND/CASE and schedule.TRACE; without it all
+but models are recorded. Texts and traces: record_specs.py. Each case of an op goes to the oracle
+that op_table.py names for it, as a process of its own. An answer becomes a golden only if a second
+call gave the same bits, if it is no further from the float64 truth than a few roundings, and if
+plainly wrong copies of it would be refused. With `check` nothing is written: exit code 1 if a
+golden would change.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from .golden import GoldenError
 from .inputs import Arguments, Case
 from .op_table import EXACT, OPS, OpEntry, golden_name
 from .oracle_process import Answer, OracleBlocked, Question, ask
+from .record_specs import record_schedule, record_text
+from .selection import by_kind
 from .truths import truth_of
 
 
@@ -120,6 +124,8 @@ class Recorded:
         return {"golden_sha": sha, "repeat": self.answer.told["repeat"], "lanes": lanes}
 
 
+WORST_FIRST = (2, 3, 1)
+"""Exit codes of several kinds: a golden that can't be one, an oracle that is not here, a change."""
 CAP = 4.0
 CAPS = {
     # 1 + erf(x) cancels where the gate is nearly shut.
@@ -235,8 +241,18 @@ def record_models(select: str | None, check: bool, folder: Path = golden.MODELS)
 
 
 def run(config: RunConfig) -> int:
-    """The verb: models where `select` starts with `model.`, else ops."""
+    """The verb: every kind that `select` names; the gravest exit code."""
     parity = config.parity
-    if (parity.select or "").startswith("model."):
-        return record_models(parity.select, parity.check)
-    return record(parity.select, parity.oracle, check=parity.check)
+    # An oracle of ops says nothing of the other kinds; models take an hour, so they are named.
+    kinds = ("ops",) if parity.oracle else ("ops", "schedule", "text")
+    codes = []
+    for kind, select in by_kind(parity.select, kinds).items():
+        if kind == "ops":
+            codes.append(record(select, parity.oracle, check=parity.check))
+        elif kind == "models":
+            codes.append(record_models(select, parity.check))
+        elif kind == "text":
+            codes.append(record_text(select, parity.check))
+        else:
+            codes.append(record_schedule(select, parity.check))
+    return next((code for code in WORST_FIRST if code in codes), 0)

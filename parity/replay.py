@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllmx parity replay [select=op.NAME|model.NAME] [provider=...]`: ours against the goldens.
+"""`vllmx parity replay [select=op.NAME|model.NAME|text.KIND] [provider=...]`: ours and the goldens.
 
 All cells are listed first and all are run, whatever fails; each gives a row of evidence. Exit code
 0: all passed; 1: some failed; 2: a golden is missing or damaged, or nothing was selected; 3: some
@@ -22,6 +22,7 @@ from . import evidence, golden
 from .evidence import Row
 from .op_cells import OpCell, expected, ops_without_cases
 from .op_replay import Lane
+from .selection import by_kind
 
 EXIT = {"pass": 0, "fail": 1, "error": 1, "invalid": 2, "skip": 3}
 WORST_FIRST = ("fail", "error", "invalid", "skip", "pass")
@@ -60,6 +61,13 @@ def replay_models(
     return list(ModelLane(device).rows(models(select, provider)))
 
 
+def replay_texts(select: str | None = None, provider: str | None = None) -> list[Row]:
+    """A row for every spec of texts; they have one provider."""
+    from .text_replay import PROVIDER, replay
+
+    return replay(select) if provider in (None, PROVIDER) else []
+
+
 def summary(rows: Sequence[Row], refused: Sequence[OpCell], seconds: float) -> str:
     """What a run came to: every row that did not pass, then totals that add up."""
     lines = [
@@ -70,7 +78,7 @@ def summary(rows: Sequence[Row], refused: Sequence[OpCell], seconds: float) -> s
     counts = Counter(row["verdict"] for row in rows)
     parts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in reversed(WORST_FIRST))
     features = len({row["feature"] for row in rows})
-    lines.append(f"{len(rows)} cells of {features} ops and models: {parts}; {seconds:.0f} s")
+    lines.append(f"{len(rows)} cells of {features} ops, models and texts: {parts}; {seconds:.0f} s")
     for reason, count in Counter((c.provider, c.refused) for c in refused).items():
         lines.append(f"not asked: {count} cells of {reason[0]}: {reason[1]}")
     return "\n".join(lines)
@@ -88,10 +96,14 @@ def run(config: RunConfig) -> int:
     select, provider = config.parity.select, config.parity.provider
     rows: list[Row] = []
     refused: list[OpCell] = []
-    if not (select or "").startswith("model."):
-        rows, refused = replay_ops(device, select, provider)
-    if select is None or select.startswith("model."):
-        rows += replay_models(device, select, provider)
+    for kind, words in by_kind(select, ("ops", "text", "models")).items():
+        if kind == "ops":
+            ops, refused = replay_ops(device, words, provider)
+            rows += ops
+        elif kind == "text":
+            rows += replay_texts(words, provider)
+        elif kind == "models":
+            rows += replay_models(device, words, provider)
     if not rows:
         print(f"no cell matches select={config.parity.select} provider={config.parity.provider}")
         return 2

@@ -48,7 +48,7 @@ class Cell:
     device: str
     mode: str
     kind: str = "test"
-    """op, model, schedule, test, upstream, mutant or canary."""
+    """op, model, text, schedule, test, upstream, mutant or canary."""
     golden: str = ""
     """Name of the golden in the index; empty where a test is the expectation."""
     graded: bool = False

@@ -18,6 +18,7 @@ from parity.collect import exit_code, run_tests, upstream_rows
 from parity.op_table import OPS
 from parity.results import Result, matches, read_jsonl, read_junit, read_upstream, summarise
 from parity.schedule_traces import KINDS
+from parity.text_cases import specs
 from parity.upstream_ratchet import read_passing
 from parity.upstream_tests import PASSING
 from vllmx.config import RunConfig
@@ -371,3 +372,5 @@ def test_declared_files_tests_ops_and_traces_exist(feature):
             assert any(matches(f"{file}::{name}", f"{file}::{found}") for found in names), selector
     assert set(feature.needs.get("schedule", ())) <= {*KINDS, "*"}
     assert set(feature.needs.get("ops", ())) <= set(OPS)
+    for prefix in feature.needs.get("text", ()):
+        assert any(spec["name"].startswith(prefix) for spec in specs()), prefix

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A golden deleted, a sign edited, a tolerance widened, another provider replayed: each changes the
+status of a real op in the way it should, by the same code that the ledger runs."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+
+from parity import closure, evidence, golden, op_replay, policy
+from parity.catalogue import Listed
+from parity.cells import spell_out
+from parity.features import Declared
+from parity.op_cells import expected
+from parity.op_replay import Lane
+from parity.status import Policy, by_key, status, unasked, when
+from vllmx.ir.select import load_ops
+
+ROOT = Path(__file__).parents[2]
+OP = "silu_and_mul"
+SOURCE = "vllmx/ir/ops/activation.py"
+DECLARED = Declared("layers.x", "T0", "", "", (SOURCE,), (), {"ops": (OP,)})
+CELLS = [cell for cell in expected("cpu", f"op.{OP}/") if not cell.refused]
+
+
+@pytest.fixture
+def root(tmp_path):
+    """The goldens of the op and the limits, to be changed."""
+    ops = tmp_path / "parity" / "goldens" / "ops"
+    shutil.copytree(golden.OPS / OP, ops / OP)
+    shutil.copy(golden.OPS / "floors.json", ops)
+    golden.write_index(ops)
+    shutil.copy(policy.POLICY, tmp_path / "parity")
+    return tmp_path
+
+
+def replayed(root, cells=CELLS, **changes) -> list[dict]:
+    """What a replay of a clean tree with the goldens and limits of `root` shows."""
+    lane = Lane(folder=root / "parity" / "goldens" / "ops")
+    lane.policy = policy.load(root / "parity" / policy.POLICY.name)
+    lane.run = {**lane.run, "dirty": False}
+    return [again(lane.row(cell), **changes) for cell in cells]
+
+
+def again(row: dict, **changes) -> dict:
+    return evidence.make_row(**{**{k: v for k, v in row.items() if k != "id"}, **changes})
+
+
+def told(root, rows) -> tuple[str, str]:
+    """(status, reason) of the feature as things are in `root`."""
+    listed = Listed(root)
+    feature = spell_out(DECLARED, listed, ROOT)
+    assert len(feature.cells) == len(CELLS) >= 12
+    cells = [*feature.cells, *unasked(feature, by_key(rows))]
+    closures = {cell.key: found for cell in cells if (found := listed.closure(cell))}
+    limits = Policy(sha=listed.policy_sha())
+    (found,) = status([feature], listed.goldens(), rows, closures, limits, when(rows[0]))
+    return found.status, found.reason
+
+
+def test_a_replay_of_the_whole_op_is_green_and_of_a_part_is_not(root):
+    rows = replayed(root)
+    assert told(root, rows) == ("GREEN", f"{len(CELLS)} of {len(CELLS)} cells shown")
+    assert told(root, rows[1:])[0] == "UNPROVEN"
+
+
+def test_a_deleted_golden_leaves_its_cells_unproven_and_a_replay_invalid(root):
+    rows = replayed(root)
+    folder = root / "parity" / "goldens" / "ops"
+    (folder / CELLS[0].golden).unlink()
+    golden.write_index(folder)
+    found, reason = told(root, rows)
+    assert found == "UNPROVEN" and f"no golden ops/{CELLS[0].golden}" in reason
+    verdicts = {row["verdict"] for row in replayed(root, CELLS[:1])}
+    assert verdicts == {"invalid"}
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """A copy of the sources in which the op has another sign; closures are taken of it."""
+    copy = tmp_path / "sources"
+    skip = shutil.ignore_patterns("goldens", "evidence", "__pycache__")
+    for name in closure.PACKAGES:
+        shutil.copytree(ROOT / name, copy / name, ignore=skip)
+    text = (copy / SOURCE).read_text()
+    right = "return F.silu(x[..., :half]) * x[..., half:]"
+    assert text.count(right) == 1
+    (copy / SOURCE).write_text(text.replace(right, right.replace("F.silu", "-F.silu")))
+    sources = closure.Sources(copy)
+
+    def take() -> None:
+        monkeypatch.setattr(op_replay, "_sources", lambda: sources)
+        op_replay._closure.cache_clear()
+
+    yield take
+    op_replay._closure.cache_clear()
+
+
+def test_an_edited_sign_makes_the_op_stale_and_its_replay_red(root, edited, monkeypatch):
+    rows = replayed(root)
+    edited()
+    found, reason = told(root, rows)
+    assert found == "STALE" and "the code has changed" in reason
+    here = [cell for cell in CELLS if cell.provider == "torch"]
+    impl = load_ops()[OP].impls["torch"]
+    right = impl.fn
+    assert {row["verdict"] for row in replayed(root, here)} == {"pass"}
+    op_replay._symbols(OP, "torch")  # named before what it names is replaced
+    monkeypatch.setattr(impl, "fn", lambda x: -right(x))
+    wrong = replayed(root, here)
+    assert {row["verdict"] for row in wrong} == {"fail"}
+    others = replayed(root, [cell for cell in CELLS if cell.provider != "torch"])
+    found, reason = told(root, wrong + others)
+    assert found == "RED" and f"{len(here)} of {len(CELLS)} cells" in reason
+
+
+def test_a_widened_tolerance_makes_the_op_stale_until_it_is_replayed(root):
+    rows = replayed(root)
+    path = root / "parity" / policy.POLICY.name
+    text = path.read_text()
+    assert text.count("pointwise: {rmse: 2") == 1
+    path.write_text(text.replace("pointwise: {rmse: 2", "pointwise: {rmse: 3"))
+    found, reason = told(root, rows)
+    assert found == "STALE" and "the limits have changed" in reason
+    assert told(root, rows + replayed(root))[0] == "GREEN"
+
+
+def test_another_provider_proves_nothing_of_the_one_asked_for(root):
+    rows = replayed(root)
+    torch_rows = [row for row in rows if row["provider"] == "torch"]
+    others = [row for row in rows if row["provider"] != "torch"]
+    assert torch_rows and others
+    found, reason = told(root, others)
+    assert found == "UNPROVEN" and "torch" in reason and "no run has looked at it" in reason
+    fell_back = [again(row, proof={"selected": "native", "calls": 2}) for row in torch_rows]
+    found, reason = told(root, others + fell_back)
+    assert found == "UNPROVEN" and "asked for provider torch, native ran" in reason
+
+
+def test_a_failure_of_a_provider_that_nobody_asked_for_counts(root):
+    rows = replayed(root)
+    device = {"name": "cuda"}
+    fine = op_replay.closure_of(dataclasses.replace(CELLS[0], provider="triton"))
+    passed = again(rows[0], provider="triton", device=device, closure=fine)
+    failed = again(passed, verdict="fail", reason="rmse 3, 2 allowed")
+    assert told(root, [*rows, passed])[0] == "GREEN"
+    assert told(root, [*rows, failed])[0] == "SUSPECT"
+    later = again(failed, seconds=9.0)
+    assert told(root, [*rows, failed, later])[0] == "RED"
