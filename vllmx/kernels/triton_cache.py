@@ -23,7 +23,7 @@ if TYPE_CHECKING or has("triton"):
 else:
     SUPPORTED = "the package triton is not installed"
 
-HEADS = 4
+HEADS = 16
 """Heads that a program norms, rotates and stores."""
 
 
@@ -229,7 +229,7 @@ def _qk_norm_rope_cache(
         HEADS=HEADS,
         HAS_WEIGHTS=query_weight is not None,
         LIMIT=_limit(key_cache),
-        num_warps=2,
+        num_warps=4,
         **after_the_last(qkv.device),
     )
     return out

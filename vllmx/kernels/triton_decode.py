@@ -19,7 +19,7 @@ from torch import Tensor
 from vllmx.ir.op import OpContext
 from vllmx.ir.ops.decode import qk_norm_rope_decode
 from vllmx.kernels.dependent_launch import after_the_last
-from vllmx.kernels.triton_attention import INTERPRETED_PROCESSORS, num_splits
+from vllmx.kernels.triton_attention import DECODE_KEYS, INTERPRETED_PROCESSORS, MAX_SPLITS
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -169,6 +169,14 @@ if SUPPORTED is True:
             of_query = qkv_ptr + request * qkv_stride + heads[:, None] * head_size + half
             a = tl.load(of_query, mask=mask, other=0.0).to(tl.float32)
             b = tl.load(of_query + HALF, mask=mask, other=0.0).to(tl.float32)
+            one = tl.arange(0, 1)
+            of_key = qkv_ptr + request * qkv_stride + (NUM_HEADS + kv_head) * head_size
+            of_key += one[:, None] + half
+            of_value = of_key + num_kv_heads * head_size
+            key1 = tl.load(of_key).to(tl.float32)
+            key2 = tl.load(of_key + HALF).to(tl.float32)
+            value1 = tl.load(of_value)
+            value2 = tl.load(of_value + HALF)
             q1, q2 = _turned(a, b, head_size, query_weight_ptr, i, cos, sin, epsilon, HALF, NORM)
             q1 = q1.to(compute)
             q2 = q2.to(compute)
@@ -215,17 +223,13 @@ if SUPPORTED is True:
 
             if ends & (seq_len > 0):
                 # The new token, which is in the cache for the steps after this one.
-                one = tl.arange(0, 1)
-                of_key = qkv_ptr + request * qkv_stride + (NUM_HEADS + kv_head) * head_size
-                of_key += one[:, None] + half
-                of_value = of_key + num_kv_heads * head_size
-                key1 = tl.load(of_key).to(tl.float32)
-                key2 = tl.load(of_key + HALF).to(tl.float32)
-                n1, n2 = _turned(key1, key2, head_size, key_weight_ptr, i, cos, sin, epsilon, HALF, NORM)
+                n1, n2 = _turned(
+                    key1, key2, head_size, key_weight_ptr, i, cos, sin, epsilon, HALF, NORM
+                )
                 n1 = _narrow(n1.to(compute), key_ptr, LIMIT)
                 n2 = _narrow(n2.to(compute), key_ptr, LIMIT)
-                w1 = _narrow(tl.load(of_value), value_ptr, LIMIT)
-                w2 = _narrow(tl.load(of_value + HALF), value_ptr, LIMIT)
+                w1 = _narrow(value1, value_ptr, LIMIT)
+                w2 = _narrow(value2, value_ptr, LIMIT)
                 if slot >= 0:
                     block_of = slot // BLOCK_SIZE
                     place = slot % BLOCK_SIZE
@@ -284,6 +288,15 @@ if SUPPORTED is True:
                         to_out = out_ptr + at * head_size + i
                         tl.store(to_out, tl.sum(p1 * shares[:, None], axis=0).to(compute))
                         tl.store(to_out + HALF, tl.sum(p2 * shares[:, None], axis=0).to(compute))
+
+
+def num_splits(programs: int, max_seq_len: int, processors: int) -> int:
+    """Parts of a request's keys, a power of two: up to three programs for each multiprocessor."""
+    useful = max_seq_len // DECODE_KEYS
+    splits = 1
+    while splits < MAX_SPLITS and splits * 2 <= useful and splits * programs < processors * 3:
+        splits *= 2
+    return splits
 
 
 @cache

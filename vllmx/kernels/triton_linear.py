@@ -175,22 +175,27 @@ if SUPPORTED is True:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a matrix is cut for some number of rows: outputs and inputs of a tile, splits."""
+    """How a matrix is cut for some number of rows: outputs and inputs of a tile, splits, warps."""
 
     outputs: int
     columns: int
     splits: int
+    warps: int = 4
 
 
 def tiles_of(num_rows: int, num_outputs: int, num_inputs: int) -> Tiles:
     """The cut that was fastest on an H200, of those tried (reports/gpu/linear.md)."""
+    whole = max(triton.next_power_of_2(num_inputs), 16)
+    if num_rows == 1 and num_outputs < 2048 and whole <= 4096:
+        # Whole rows of the matrix: nothing is left to be added up.
+        return Tiles(8, whole, 1, warps=8)
     if num_rows == 1:
         outputs, columns = 16, 1024
     elif num_outputs >= 2048:
         outputs, columns = 64, 256
     else:
         outputs, columns = 32, 512
-    columns = min(columns, max(triton.next_power_of_2(num_inputs), 16))
+    columns = min(columns, whole)
     steps = triton.cdiv(num_inputs, columns)
     if num_rows > 1:
         # As many programs as there are tiles, until their parts outweigh the weights.
@@ -208,7 +213,7 @@ class FewRowsWeight:
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.contiguous()
         self.counts = torch.zeros(
-            triton.cdiv(weight.shape[0], 16), dtype=torch.int32, device=weight.device
+            triton.cdiv(weight.shape[0], 8), dtype=torch.int32, device=weight.device
         )
 
 
@@ -268,7 +273,7 @@ def _run(
         PARTS_BLOCK=triton.next_power_of_2(squares.shape[1]) if norm is not None else 1,
         ONE_ROW=num_rows == 1,
         WIDE=x.device.type == "cpu",
-        num_warps=4,
+        num_warps=cut.warps,
         num_stages=2,
         **after_the_last(x.device),
     )

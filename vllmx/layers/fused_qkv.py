@@ -15,6 +15,11 @@ from vllmx.layers.layernorm import RMSNorm
 from vllmx.layers.rotary_embedding import RotaryEmbedding
 
 
+MAX_JOINED_REQS = 64
+"""Most requests of a step that one kernel serves from the projection to attention's output. Above
+it two are faster: on an H200 57 us a layer against 51 at 256 requests, 11 against 14 at 32."""
+
+
 class FusedQKV:
     """From the projected queries, keys and values to the rotated queries; the rest is stored."""
 
@@ -60,8 +65,10 @@ class FusedQKV:
         """positions: [T]; qkv: [T, q_size + 2 * kv_size] -> what attention returns, [T, q_size]."""
         attn, norms = self.attn, self.norms
         metadata = get_forward_context().attn_metadata[attn.layer_name]
-        if self._decode is None or metadata.num_decodes < metadata.num_reqs:
+        joined = self._decode is not None and len(qkv) <= MAX_JOINED_REQS
+        if not joined or metadata.num_decodes < metadata.num_reqs:
             return attn(self(positions, qkv), None, None)
+        assert self._decode is not None
         return self._decode(
             qkv,
             None if norms is None else norms[0].weight,
