@@ -168,6 +168,9 @@ class Gemma3Model(nn.Module):
         self.norm = GemmaRMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.normalizer = config.hidden_size**0.5
 
+    def finish_loading(self) -> None:
+        """Nothing: these layers norm after their linear layers too, and no fused op does."""
+
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions: int [T] -> hidden states [T, H]."""
         hidden_states, residual = self.embed_tokens(input_ids) * self.normalizer, None
