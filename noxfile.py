@@ -74,6 +74,15 @@ def upstream(session: nox.Session) -> None:
 
 
 @nox.session
+def overhead(session: nox.Session) -> None:
+    """Time a step without a model beside upstream's (`nox -s oracle`); rewrites the report."""
+    session.install("-e", ".[test]")
+    session.run("vllmx", "fetch", "smollm2-135m")
+    script = ["python", "-m", "parity.engine_overhead", "--out", "reports/engine_overhead"]
+    session.run(*script, *session.posargs)
+
+
+@nox.session
 def parity(session: nox.Session) -> None:
     """From a fresh clone to the report: replay the goldens, run the named tests, write reports/."""
     session.install("-e", ".[test]")
