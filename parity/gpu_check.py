@@ -14,6 +14,7 @@ import copy
 import json
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -510,7 +511,11 @@ def _host_times(report: Report, llm: LLM) -> None:
     profiler.disable()
     text = io.StringIO()
     pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(28)
-    lines = [line[:130] for line in text.getvalue().splitlines() if line.strip()]
+    # Files without the folders above the package they are of.
+    short = re.sub(
+        r"/\S*?/(?=(?:vllmx|torch|triton|numpy)/)|/\S*?/python3\.\d+/", "", text.getvalue()
+    )
+    lines = [line[:130] for line in short.splitlines() if line.strip()]
     report.add("host", "b256 16+100", {"lines": lines})
     print("\n".join(lines), flush=True)
 
