@@ -513,7 +513,7 @@ def _host_times(report: Report, llm: LLM) -> None:
     pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(28)
     # Files without the folders above the package they are of.
     short = re.sub(
-        r"/\S*?/(?=(?:vllmx|torch|triton|numpy)/)|/\S*?/python3\.\d+/", "", text.getvalue()
+        r"/\S*/(?=(?:vllmx|torch|triton|numpy)/)|/\S*/python3\.\d+/", "", text.getvalue()
     )
     lines = [line[:130] for line in short.splitlines() if line.strip()]
     report.add("host", "b256 16+100", {"lines": lines})
