@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import torch
 
@@ -35,6 +36,9 @@ class Worker:
         self.vllm_config = vllm_config
         self.device: str
         self.model_runner: GPUModelRunner
+        # For engines that nobody shuts down, too: Python does not tear down what is frozen when it
+        # ends, and libraries that count their objects then print pages of leaks.
+        self._unfreeze = weakref.finalize(self, unfreeze_gc_heap)
 
     def init_device(self) -> None:
         """Choose device and dtype, and set the number of threads on a CPU."""
@@ -112,4 +116,4 @@ class Worker:
         if self.model_runner.kv_connector is not None:
             self.model_runner.kv_connector.shutdown()
         self.model_runner.model = None
-        unfreeze_gc_heap()
+        self._unfreeze()
