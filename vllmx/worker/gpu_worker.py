@@ -57,8 +57,14 @@ class Worker:
         """Load the weights."""
         self.model_runner.load_model()
         if self.vllm_config.kernel_config.default_priority:
-            for provider, reason in self.model_runner.ops.idle_providers().items():
-                logger.warning("kernel.default_priority: %s serves no op: %s", provider, reason)
+            ops = self.model_runner.ops
+            serving = ", ".join(sorted({choice.provider for choice in ops.choices.values()}))
+            for provider, reason in ops.idle_providers().items():
+                logger.warning(
+                    "kernel.default_priority: %s serves no op: %s. Served by: %s; kernel=auto "
+                    "takes the best for each op.",
+                    *(provider, reason, serving),
+                )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each layer keeps, by layer name."""
