@@ -3,7 +3,7 @@
 
 All cells are listed first and all are run, whatever fails; each gives a row of evidence. Exit code
 0: all passed; 1: some failed; 2: a golden is missing or damaged, or nothing was selected; 3: some
-could not run here.
+could not run here, or none of those selected could.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 
+from vllmx.cli_args import did_you_mean
 from vllmx.config import RunConfig
+from vllmx.exceptions import UserError
 
 from . import evidence, golden
 from .evidence import Row
@@ -84,6 +86,34 @@ def summary(rows: Sequence[Row], refused: Sequence[OpCell], seconds: float) -> s
     return "\n".join(lines)
 
 
+def check_words(device: str, select: str) -> None:
+    """UserError for a word of `select` that begins the name of no golden: nothing would be run."""
+    from .model_table import MODELS
+    from .text_replay import KINDS
+
+    names = {name for cell in expected(device) for name in (cell.feature, cell.op)}
+    names |= {entry.feature for entry in MODELS.values()} | {f"text.{kind}" for kind in KINDS}
+    for word in (part.strip() for part in select.split(",")):
+        if not any(name.startswith(word) or word.startswith(f"{name}/") for name in names):
+            hint = did_you_mean(word, names)
+            raise UserError(f"parity.select: no golden's name begins with {word!r}.{hint}")
+
+
+def no_cell(device: str, select: str | None, provider: str | None) -> UserError:
+    """What is wrong with words that each name a golden and together select none."""
+    from .model_table import PROVIDERS as MODEL_PROVIDERS
+    from .text_replay import PROVIDER as TEXT_PROVIDER
+
+    if provider is None:
+        return UserError(f"parity.select={select}: no case is called so.")
+    known = {cell.provider for cell in expected(device)} | {*MODEL_PROVIDERS, TEXT_PROVIDER}
+    hint = "" if provider in known else did_you_mean(provider, known)
+    return UserError(
+        f"parity.provider={provider}: nothing of what is selected has it; "
+        f"the providers are {', '.join(sorted(known))}.{hint}"
+    )
+
+
 def run(config: RunConfig) -> int:
     """The verb."""
     device = config.device.device
@@ -94,6 +124,8 @@ def run(config: RunConfig) -> int:
         return 3
     started = time.monotonic()
     select, provider = config.parity.select, config.parity.provider
+    if select is not None:
+        check_words(device, select)
     rows: list[Row] = []
     refused: list[OpCell] = []
     for kind, words in by_kind(select, ("ops", "text", "models")).items():
@@ -104,9 +136,11 @@ def run(config: RunConfig) -> int:
             rows += replay_texts(words, provider)
         elif kind == "models":
             rows += replay_models(device, words, provider)
+    if not rows and refused:
+        print(summary(rows, refused, time.monotonic() - started))
+        return 3
     if not rows:
-        print(f"no cell matches select={config.parity.select} provider={config.parity.provider}")
-        return 2
+        raise no_cell(device, select, provider)
     output = config.parity.output_dir
     path = evidence.append(rows, Path(output) if output else evidence.EVIDENCE)
     if config.parity.json:

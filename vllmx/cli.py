@@ -47,7 +47,10 @@ COMMANDS = {
 # Commands whose first word after the command is a choice, and the key it sets.
 VERBS = {"bench": "bench.kind", "parity": "parity.verb"}
 # Weaker than a config file: what upstream's command sets differently from the engine's default.
-COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {"bench": {"cache.enable_prefix_caching": False}}
+COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
+    "bench": {"cache.enable_prefix_caching": False},
+    "serve": {"debug.log_level": "info"},
+}
 
 
 @dataclass

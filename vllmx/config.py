@@ -421,7 +421,7 @@ class ObservabilityConfig:
     log_stats: bool = True
     """Whether the statistics that /metrics shows are collected."""
     log_stats_interval: float = number(10.0, gt=0)
-    """Seconds between two log lines of the server."""
+    """Seconds between two log lines of the server (debug.log_level=info); an idle one is quiet."""
 
     kv_cache_metrics = False
     kv_cache_metrics_sample = 0.01
@@ -707,7 +707,7 @@ class DebugConfig:
     traceback: bool = False
     """Show the traceback of a user error as well."""
     log_level: str = choice("warning", "debug", "info", "warning", "error")
-    """Level of vllmx's own log on stderr."""
+    """Level of vllmx's own log on stderr; `serve` starts at info."""
 
 
 @dataclass

@@ -125,6 +125,13 @@ def test_last_of_flag_and_override_wins() -> None:
     assert run.scheduler.max_num_seqs == 4
 
 
+def test_a_server_logs_its_cache_and_its_throughput_unless_told() -> None:
+    assert composed("serve").debug.log_level == "info"
+    assert composed("serve", "debug.log_level=error").debug.log_level == "error"
+    assert composed("serve", "debug=full").debug.log_level == "debug"
+    assert composed("generate").debug.log_level == "warning"
+
+
 def test_bench_turns_prefix_caching_off_unless_told() -> None:
     assert composed("bench", "latency").cache.enable_prefix_caching is False
     assert composed("bench", "--enable-prefix-caching").cache.enable_prefix_caching is True

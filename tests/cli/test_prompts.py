@@ -62,6 +62,7 @@ def test_jsonl_by_suffix_and_by_first_character(file) -> None:
         ('{"prompt": "a"}\n{"prompt": \n', "p.txt:2: invalid JSON"),
         ('{"prompt": "a"}\n[1]\n', "p.txt:2: needs an object"),
         ('{"promt": "a"}', "Did you mean prompt?"),
+        ('{"text": "a"}', "the keys are prompt, prompt_token_ids, messages, id"),
         ('{"prompt": ""}', "p.txt:1 is empty"),
         ('{"prompt": 3}', "prompt needs a string"),
         ('{"prompt": "a", "messages": []}', "exactly one of"),

@@ -77,6 +77,23 @@ def test_generate_file_keeps_the_order_and_shows_a_bar(output, tiny, tmp_path: P
     assert [entry["outputs"][0]["text"] + "\n" for entry in entries[:2]] == alone
 
 
+def test_kernels_that_serve_nothing_here_are_told_with_what_serves_instead(output, tiny, caplog):
+    output.of("generate", *tiny, "--prompt", "a", *GREEDY, "kernel=triton")
+    (told,) = (r.getMessage() for r in caplog.records if "kernel." in r.getMessage())
+    assert "triton serves no op: runs on a GPU, not on cpu" in told
+    assert "Served by: torch; kernel=auto" in told
+
+
+def test_generate_writes_no_answer_into_the_line_of_its_bar(tiny, stdin, monkeypatch) -> None:
+    stdin("a\nb\nc\n")
+    terminal = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert main(["generate", *tiny, "--prompt-file", "-", *GREEDY, "--output", "json"]) == 0
+    before = [part[-1:] for part in terminal.getvalue().split('{"prompt"')[:-1]]
+    assert len(before) == 3 and set(before) <= {"\r", "\n"}
+
+
 def test_generate_jsonl_from_stdin(output, tiny, stdin) -> None:
     stdin(
         '{"prompt_token_ids": [65, 66], "id": "a"}\n'

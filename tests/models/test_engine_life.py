@@ -2,6 +2,8 @@
 """The end of an engine with a real runner, and the end of a step that is interrupted."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -37,11 +39,27 @@ def test_model_is_freed_at_once(tiny, how) -> None:
             with llm:
                 pass
         assert freed() is None
+        assert gc.get_freeze_count() == 0  # or what else the user makes is never looked at again
     finally:
         gc.enable()
     if how != "del":
         with pytest.raises(EngineDeadError, match="has been shut down"):
             tokens(llm)
+
+
+def test_heap_is_thawed_at_the_end_of_a_script_that_shuts_nothing_down(tiny) -> None:
+    """Python tears down no frozen object, and libraries that count theirs print pages of leaks."""
+    code = """
+import atexit, gc, sys
+atexit.register(lambda: print(gc.get_freeze_count()))  # the first registered is the last to run
+from vllmx import LLM
+options = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 4 << 20, "device": "cpu"}
+llm = LLM(model=sys.argv[1], use_tqdm_on_load=False, **options)
+print(gc.get_freeze_count() > 0)
+"""
+    argv = [sys.executable, "-c", code, str(tiny[0])]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert result.stdout.split() == ["True", "0"], result.stderr[-2000:]
 
 
 @pytest.mark.parametrize("where", ["model", "sampler", "rows"])

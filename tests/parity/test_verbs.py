@@ -68,12 +68,22 @@ def test_device_and_cache_keep_their_groups():
         (["ledger", "selekt=x"], "selekt"),
         (["plan", "minutes=0"], "greater than 0"),
         ([], "needs a verb: one of census"),
+        (["replay", "ops.rms_norm"], "begins with 'ops.rms_norm'. Did you mean op"),
+        (["replay", "op.rms_norm/zzz"], "select=op.rms_norm/zzz: no case is called so"),
+        (["replay", "model.smollm2-135m,x.y"], "begins with 'x.y'."),
+        (["replay", "rms_norm", "provider=nativ"], "Did you mean native?"),
+        (["replay", "rms_norm", "provider=vllmx"], "nothing of what is selected has it"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(words, message, capsys):
     assert main(["parity", *words]) == 2
     told = capsys.readouterr().err.strip().splitlines()
     assert len(told) == 1 and message in told[0]
+
+
+def test_replay_of_what_cannot_run_here_says_why(capsys):
+    assert main(["parity", "replay", "rms_norm", "provider=triton", "device=cpu"]) == 3
+    assert "cells of triton: Triton kernels run on a GPU" in capsys.readouterr().out
 
 
 def test_what_evidence_goldens_and_limits_complain_of_is_the_users(monkeypatch):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +109,9 @@ def _answer(
             if output.finished:
                 num_finished += 1
                 bar.set_postfix_str(f"{num_finished}/{len(answers)} prompts", False)
-            shown.show()
+            # Without it the text of an answer goes on in the bar's line.
+            with bar.external_write_mode() if output.finished else nullcontext():
+                shown.show()
 
 
 def _prompt(llm: LLM, item: Item) -> Any:

@@ -69,7 +69,8 @@ def _json_item(where: str, line: str) -> Item:
         raise UserError(f"{where}: needs an object with prompt, prompt_token_ids or messages.")
     for key in entry:
         if key not in KEYS:
-            raise UserError(f"{where}: no key {key!r}.{did_you_mean(key, KEYS)}")
+            listed = f"the keys are {', '.join(KEYS)}"
+            raise UserError(f"{where}: no key {key!r}; {listed}.{did_you_mean(key, KEYS)}")
     kinds = [key for key in KEYS[:3] if entry.get(key) is not None]
     if len(kinds) != 1:
         raise UserError(f"{where}: needs exactly one of prompt, prompt_token_ids and messages.")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import torch
 
@@ -35,6 +36,9 @@ class Worker:
         self.vllm_config = vllm_config
         self.device: str
         self.model_runner: GPUModelRunner
+        # For engines that nobody shuts down, too: Python does not tear down what is frozen when it
+        # ends, and libraries that count their objects then print pages of leaks.
+        self._unfreeze = weakref.finalize(self, unfreeze_gc_heap)
 
     def init_device(self) -> None:
         """Choose device and dtype, and set the number of threads on a CPU."""
@@ -53,8 +57,14 @@ class Worker:
         """Load the weights."""
         self.model_runner.load_model()
         if self.vllm_config.kernel_config.default_priority:
-            for provider, reason in self.model_runner.ops.idle_providers().items():
-                logger.warning("kernel.default_priority: %s serves no op: %s", provider, reason)
+            ops = self.model_runner.ops
+            serving = ", ".join(sorted({choice.provider for choice in ops.choices.values()}))
+            for provider, reason in ops.idle_providers().items():
+                logger.warning(
+                    "kernel.default_priority: %s serves no op: %s. Served by: %s; kernel=auto "
+                    "takes the best for each op.",
+                    *(provider, reason, serving),
+                )
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         """What each layer keeps, by layer name."""
@@ -112,4 +122,4 @@ class Worker:
         if self.model_runner.kv_connector is not None:
             self.model_runner.kv_connector.shutdown()
         self.model_runner.model = None
-        unfreeze_gc_heap()
+        self._unfreeze()
