@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each verb of `vllmx parity` is a module of parity/, its keys stand alone, and a box is a box."""
 
+import re
+import shlex
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +45,16 @@ def test_keys_may_be_written_without_their_node():
     assert options("ledger", "--check", "--tier", "T1").check
     assert options("explain", "kv.specs").select == "kv.specs"
     assert options("upstream-tests", "--select", "v1/core,v1/engine").select == "v1/core,v1/engine"
+
+
+@pytest.mark.parametrize("page", ["parity.md", "goldens.md"])
+def test_commands_of_the_docs_are_understood(page):
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    commands = re.findall(r"^    vllmx (parity [^#\n]+)", text, re.MULTILINE)
+    assert len(commands) > 3
+    for command in commands:
+        for _, run in compose_runs(parse(shlex.split(command))):
+            assert run.parity.verb in PARITY_VERBS, command
 
 
 def test_sweeps_run_every_combination():
