@@ -439,8 +439,8 @@ def _attention(
 
 
 if __name__ == "__main__":
-    # The sampler's steps register themselves with the same oracle.
-    from oracles import vllm_ops, vllm_sampler
+    # The sampler's steps and the joined ops register themselves with the same oracle.
+    from oracles import vllm_fused, vllm_ops, vllm_sampler
 
-    assert vllm_sampler.ORACLE is vllm_ops.ORACLE
+    assert vllm_sampler.ORACLE is vllm_ops.ORACLE is vllm_fused.ORACLE
     sys.exit(main(vllm_ops.ORACLE))

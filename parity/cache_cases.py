@@ -236,3 +236,99 @@ def _(m: Maker) -> Arguments:
 def _(m: Maker) -> Arguments:
     batch = Batch((1, 9, 1), (90, 24, 17), heads=4, kv_heads=2, window=32, cap=5.0)
     return _attention(m, batch, std=4.0)
+
+
+# ------------------------------------------------- a decode step from the projection on, in one
+
+
+def _decode(
+    m: Maker,
+    batch: Batch,
+    normed: bool = True,
+    max_seq_len: int = 512,
+    own: float = 0.0,
+) -> Arguments:
+    """own: how much of a request's queries its new key has. The table of a padding request is an
+    old one, with a block of another request."""
+    table, slots = _places(m, batch)
+    table[np.array(batch.seq_lens) == 0] = table[0]
+    count, kv_heads, head_size = len(batch.seq_lens), batch.kv_heads, batch.head_size
+    positions = [max(length - 1, 0) for length in batch.seq_lens]
+    last = [int(of[-1]) if len(of) else -1 for of in slots]
+    shape = (batch.heads, kv_heads)
+    inputs = _prepared(m, positions, last, shape, head_size, normed)
+    if own:
+        heads = inputs["qkv"].values().reshape(count, -1, head_size)
+        grouped = heads[:, : batch.heads].reshape(count, kv_heads, -1, head_size)
+        heads[:, batch.heads : batch.heads + kv_heads] += own * grouped.sum(axis=2)
+        inputs["qkv"] = m.float(heads.reshape(count, -1))
+    num_blocks = int(sum(-(-n // batch.block_size) for n in batch.seq_lens)) + 3
+    rows = num_blocks * batch.block_size
+    for name in ("key_cache", "value_cache"):
+        cache = np.full((rows, kv_heads, head_size), np.nan)
+        cache[: batch.block_size] = 0.0
+        for row, of in enumerate(slots):
+            # The slot of the new token holds what was there before.
+            known = of[:-1]
+            cache[known] = m.normal(f"{name}{row}", len(known), kv_heads, head_size)
+        inputs[name] = m.float(cache.reshape(num_blocks, batch.block_size, kv_heads, head_size))
+    del inputs["is_neox_style"]
+    return {
+        **inputs,
+        "block_table": m.ints(table, "i32"),
+        "seq_lens": m.ints(batch.seq_lens, "i32"),
+        "max_seq_len": max_seq_len,
+        "scale": head_size**-0.5,
+    }
+
+
+def _batch(*seq_lens: int, **facts: int) -> Batch:
+    """Of one new token a request."""
+    return Batch((1,) * len(seq_lens), seq_lens, **facts)
+
+
+# Goldens hold whole caches and are small files: few tokens, in small blocks.
+
+
+@CASES.add(
+    "qk_norm_rope_decode", "normed", cells=("contexts 1 7 8 9 17", "GQA 2:1"), strided=("qkv",)
+)
+def _(m: Maker) -> Arguments:
+    return _decode(m, _batch(1, 7, 8, 9, 17, heads=4, kv_heads=2, head_size=32, block_size=8))
+
+
+@CASES.add("qk_norm_rope_decode", "plain", cells=("no norm", "GQA 4:1", "contexts 63 64 65"))
+def _(m: Maker) -> Arguments:
+    return _decode(m, _batch(63, 64, 65, head_size=32, block_size=4), normed=False)
+
+
+@CASES.add("qk_norm_rope_decode", "padded", cells=("padding requests", "GQA 3:1"))
+def _(m: Maker) -> Arguments:
+    return _decode(m, _batch(5, 0, 8, 0, 9, heads=6, kv_heads=2, block_size=4))
+
+
+@CASES.add("qk_norm_rope_decode", "first_token", cells=("rows=1", "context 1", "head_size=256"))
+def _(m: Maker) -> Arguments:
+    batch = _batch(1, heads=8, kv_heads=1, head_size=256, block_size=4)
+    return _decode(m, batch, max_seq_len=1)
+
+
+@CASES.add("qk_norm_rope_decode", "no_groups", cells=("no groups", "head_size=32"))
+def _(m: Maker) -> Arguments:
+    return _decode(m, _batch(3, 16, 4, 5, 9, heads=3, kv_heads=3, head_size=32, block_size=4))
+
+
+@CASES.add("qk_norm_rope_decode", "wide_heads", cells=("head_size=128", "contexts 5 8"))
+def _(m: Maker) -> Arguments:
+    return _decode(m, _batch(5, 8, heads=2, kv_heads=1, head_size=128, block_size=8))
+
+
+@CASES.add("qk_norm_rope_decode", "long", cells=("context 193",))
+def _(m: Maker) -> Arguments:
+    batch = _batch(193, heads=2, kv_heads=1, head_size=32, block_size=8)
+    return _decode(m, batch, max_seq_len=193)
+
+
+@CASES.add("qk_norm_rope_decode", "newest", cells=("the new key takes most", "GQA 8:1"))
+def _(m: Maker) -> Arguments:
+    return _decode(m, _batch(16, 9, 8, 2, heads=8, kv_heads=1, block_size=8), own=0.3)

@@ -125,17 +125,17 @@ def compare_float(
     return result
 
 
-def golden_fault(g: Array, t: np.ndarray, cap: float = 4.0) -> str | None:
+def golden_fault(g: Array, t: np.ndarray, cap: float = 4.0, dtype: str | None = None) -> str | None:
     """Why truth and golden can't both be right, None if they can.
 
-    The golden's error may be `cap` times that of a few roundings to its dtype.
+    The golden's error may be `cap` times that of a few roundings to `dtype`, by default its own.
     """
     if g.shape != t.shape:
         return f"the truth has shape {list(t.shape)}, the golden {list(g.shape)}"
     _, gold, true, unlike = _aligned(g.values(), g.values(), t)
     if unlike:
         return f"{unlike} elements are not finite in one of them only"
-    error, step = _rms(gold - true), _rms(ulp(true, g.dtype))
+    error, step = _rms(gold - true), _rms(ulp(true, dtype or g.dtype))
     if error > cap * step:
         return f"the golden is off by {error:.2e}, a unit in the last place is {step:.2e}"
     return None

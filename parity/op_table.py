@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import cache_cases, gguf_cases, op_cases, rope_cases, sampler_cases
+from . import cache_cases, fused_cases, gguf_cases, op_cases, rope_cases, sampler_cases
 from .inputs import Case, CaseTable
 
 EXACT = "exact"
@@ -84,6 +84,15 @@ OPS = {
         ),
         _ir("rope_table", rope_cases.CASES, "table", "get_rope"),
         _ir("linear", op_cases.CASES, "gemm", "unquantized-gemm"),
+        _ir(
+            "linear_add",
+            fused_cases.CASES,
+            "gemm",
+            "unquantized-gemm",
+            outputs=("out", "squares"),
+        ),
+        _ir("rms_norm_linear", fused_cases.CASES, "gemm", "unquantized-gemm"),
+        _ir("rms_norm_gated_linear", fused_cases.CASES, "gemm", "unquantized-gemm"),
         _ir("embedding", op_cases.CASES, EXACT, "unquantized-embedding"),
         _ir(
             "reshape_and_cache",
@@ -103,6 +112,15 @@ OPS = {
             mutates=_CACHES,
         ),
         _ir("paged_attention", cache_cases.CASES, "attention", "cpu-attention"),
+        _ir(
+            "qk_norm_rope_decode",
+            cache_cases.CASES,
+            "attention",
+            "cpu-attention",
+            outputs=("out", *_CACHES),
+            exact=("value_cache",),
+            mutates=_CACHES,
+        ),
         OpEntry("dequantize_gguf", gguf_cases.CASES, EXACT, "gguf_dequant", "gguf-py"),
         _sampler("temperature", "pointwise", "v1-sampler"),
         _sampler("penalties", "pointwise", "v1-penalties"),

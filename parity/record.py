@@ -98,7 +98,8 @@ class Recorded:
             return self._toothless(name, None)
         if truth is None:
             return f"{name} needs a truth"
-        fault = golden_fault(value, truth[name], self._cap())
+        # An output that is wider than its case comes from what was rounded to the case's dtype.
+        fault = golden_fault(value, truth[name], self._cap(), self.dtype)
         return f"{name}: {fault}" if fault else self._toothless(name, truth)
 
     def _cap(self) -> float:

@@ -75,6 +75,8 @@ class Call:
             static = [passed.pop(name) for name in self.impl.op.static_args]
             passed["prepared"] = self.impl.prepare(*static)
         result = self.function(**passed)
+        if self.impl is not None:
+            result = self.impl.op.canonical(result)
         self.calls += 1
         self._check_untouched(given)
         return self._named(result, given)

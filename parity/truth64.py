@@ -113,6 +113,38 @@ def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> Output
 
 
 @truth
+def linear_add(x: np.ndarray, residual: np.ndarray, weight: np.ndarray) -> Outputs:
+    """out: x @ weight.T + residual; squares: of its rows, summed."""
+    total = x @ weight.T + residual
+    return {"out": total, "squares": (total * total).sum(axis=-1, keepdims=True)}
+
+
+@truth
+def rms_norm_linear(
+    x: np.ndarray,
+    squares: np.ndarray,
+    norm_weight: np.ndarray,
+    epsilon: float,
+    weight: np.ndarray,
+) -> Outputs:
+    """out: x over its root mean square, as the squares tell it, times norm_weight, @ weight.T."""
+    mean = squares.sum(axis=-1, keepdims=True) / x.shape[-1]
+    return {"out": (x / np.sqrt(mean + epsilon) * norm_weight) @ weight.T}
+
+
+@truth
+def rms_norm_gated_linear(
+    x: np.ndarray,
+    squares: np.ndarray,
+    norm_weight: np.ndarray,
+    epsilon: float,
+    weight: np.ndarray,
+) -> Outputs:
+    """out: the product's halves a, b as a / (1 + exp(-a)) * b."""
+    return silu_and_mul(rms_norm_linear(x, squares, norm_weight, epsilon, weight)["out"])
+
+
+@truth
 def embedding(input_ids: np.ndarray, weight: np.ndarray) -> Outputs:
     """out: rows of weight."""
     return {"out": weight[input_ids]}
@@ -201,6 +233,44 @@ def paged_attention(
                 weight /= weight.sum()
                 out[place, head] = weight @ values[oldest : newest + 1, head // group]
     return {"out": out}
+
+
+@truth
+def qk_norm_rope_decode(
+    qkv: np.ndarray,
+    query_weight: np.ndarray | None,
+    key_weight: np.ndarray | None,
+    epsilon: float,
+    positions: np.ndarray,
+    cos_sin_cache: np.ndarray,
+    key_cache: np.ndarray,
+    value_cache: np.ndarray,
+    slot_mapping: np.ndarray,
+    block_table: np.ndarray,
+    seq_lens: np.ndarray,
+    max_seq_len: int,
+    scale: float,
+) -> Outputs:
+    """out: attention over the caches with the new tokens in them, zero for padding requests."""
+    norms = (query_weight, key_weight, epsilon)
+    caches = (key_cache, value_cache, slot_mapping)
+    made = qk_norm_rope_cache(qkv, *norms, positions, cos_sin_cache, *caches, is_neox_style=True)
+    out = made.pop("query")
+    query = out.reshape(len(qkv), -1, key_cache.shape[-1])
+    real = np.flatnonzero(seq_lens)
+    found = paged_attention(
+        query[real],
+        **made,
+        block_table=block_table[real],
+        query_start_loc=np.arange(len(real) + 1),
+        seq_lens=seq_lens[real],
+        scale=scale,
+        sliding_window=None,
+        soft_cap=None,
+    )
+    out = np.zeros_like(out)
+    out[real] = found["out"].reshape(len(real), -1)
+    return {"out": out, **made}
 
 
 @truth

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from op_faults import FAULTS, rms
 
 from parity import golden, op_cells, op_replay, replay, truths
 from parity import sampler_calls as calls
@@ -66,158 +67,6 @@ def test_no_op_is_without_cases():
 # --------------------------------------------------------------------------- planted faults
 
 
-def _rms(x, weight, epsilon, variance_size=None, mean=False, eps=None, drop=0):
-    wide = x.float()
-    part = wide[..., : variance_size or wide.shape[-1] - drop]
-    if mean:
-        wide = wide - wide.mean(-1, keepdim=True)
-    scale = (part.square().sum(-1, keepdim=True) / part.shape[-1]) + (
-        epsilon if eps is None else eps
-    )
-    wide = wide * scale.rsqrt()
-    return (wide if weight is None else wide.to(weight.dtype) * weight).to(x.dtype)
-
-
-def _attend(**change):
-    from vllmx.ir.ops.attention import paged_attention
-
-    def fn(**args):
-        return paged_attention.fn(**{**args, **{k: f(args) for k, f in change.items()}})
-
-    return fn
-
-
-def _rotated(change):
-    def fn(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
-        from vllmx.ir.ops.rotary import rotary_embedding
-
-        return rotary_embedding.fn(
-            *change(positions, query, key, head_size, cos_sin_cache, is_neox_style)
-        )
-
-    return fn
-
-
-def _late_cache(key, value, key_cache, value_cache, slot_mapping):
-    from vllmx.ir.ops.kv_cache import reshape_and_cache
-
-    reshape_and_cache.fn(key[:-1], value[:-1], key_cache, value_cache, slot_mapping[:-1])
-
-
-def _fused(**change):
-    from vllmx.ir.ops.qkv import qk_norm_rope_cache
-
-    def fn(**args):
-        return qk_norm_rope_cache.fn(**{**args, **{k: f(args) for k, f in change.items()}})
-
-    return fn
-
-
-FAULTS = {
-    "query weight for the key": (
-        "qk_norm_rope_cache",
-        _fused(key_weight=lambda a: a["query_weight"]),
-    ),
-    "token in the next slot": (
-        "qk_norm_rope_cache",
-        _fused(slot_mapping=lambda a: (a["slot_mapping"] - 1).clamp(min=0)),
-    ),
-    "epsilon of another config": ("rms_norm", lambda **a: _rms(**a, eps=1e-5)),
-    "no epsilon": ("rms_norm", lambda **a: _rms(**a, eps=0.0)),
-    "mean subtracted": ("rms_norm", lambda **a: _rms(**a, mean=True)),
-    "tail of the variance dropped": ("rms_norm", lambda **a: _rms(**a, drop=8)),
-    "residual not added": (
-        "fused_add_rms_norm",
-        lambda x, x_residual, weight, epsilon, variance_size: (
-            _rms(x, weight, epsilon, variance_size),
-            x + x_residual,
-        ),
-    ),
-    "residual rounded before the norm": (
-        "fused_add_rms_norm",
-        lambda x, x_residual, weight, epsilon, variance_size: (
-            _rms((x + x_residual).bfloat16().float(), weight, epsilon).to(x.dtype),
-            x + x_residual,
-        ),
-    ),
-    "gelu for silu": ("silu_and_mul", lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
-    "halves swapped": ("silu_and_mul", lambda x: F.silu(x.chunk(2, -1)[1]) * x.chunk(2, -1)[0]),
-    "gate clamped": (
-        "silu_and_mul",
-        lambda x: F.silu(x.chunk(2, -1)[0].clamp(max=7)) * x.chunk(2, -1)[1],
-    ),
-    "exact gelu for tanh": (
-        "gelu_and_mul",
-        lambda x, approximate: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
-    ),
-    "next position": (
-        "rotary_embedding",
-        _rotated(lambda p, q, k, h, c, n: (p + 1, q, k, h, c, n)),
-    ),
-    "other direction": (
-        "rotary_embedding",
-        _rotated(
-            lambda p, q, k, h, c, n: (
-                p,
-                q,
-                k,
-                h,
-                torch.cat((c.chunk(2, -1)[0], -c.chunk(2, -1)[1]), -1),
-                n,
-            )
-        ),
-    ),
-    "pairs for halves": (
-        "rotary_embedding",
-        _rotated(lambda p, q, k, h, c, n: (p, q, k, h, c, not n)),
-    ),
-    "positions beyond 32767 clamped": (
-        "rotary_embedding",
-        _rotated(lambda p, q, k, h, c, n: (p.clamp(max=32767), q, k, h, c, n)),
-    ),
-    "last of K dropped": (
-        "linear",
-        lambda x, weight, bias=None: F.linear(x[:, :-1], weight[:, :-1], bias),
-    ),
-    "a row for another": (
-        "linear",
-        lambda x, weight, bias=None: F.linear(x.roll(1, 0), weight, bias),
-    ),
-    "bias forgotten": ("linear", lambda x, weight, bias=None: F.linear(x, weight)),
-    "half a thousandth more": (
-        "linear",
-        lambda x, weight, bias=None: F.linear(x, weight, bias) * 1.0005,
-    ),
-    "an id off": (
-        "embedding",
-        lambda input_ids, weight: weight[(input_ids - 1).clamp(min=0).long()],
-    ),
-    "last token not stored": ("reshape_and_cache", _late_cache),
-    "sharper": ("paged_attention", _attend(scale=lambda a: a["scale"] * 1.001)),
-    "one key too few": (
-        "paged_attention",
-        _attend(seq_lens=lambda a: (a["seq_lens"] - 1).clamp(min=1)),
-    ),
-    "window one wider": (
-        "paged_attention",
-        _attend(sliding_window=lambda a: a["sliding_window"] and a["sliding_window"] + 1),
-    ),
-    "window one narrower": (
-        "paged_attention",
-        _attend(sliding_window=lambda a: a["sliding_window"] and a["sliding_window"] - 1),
-    ),
-    "no soft cap": ("paged_attention", _attend(soft_cap=lambda a: None)),
-    "blocks in order": (
-        "paged_attention",
-        _attend(block_table=lambda a: a["block_table"].sort(-1).values),
-    ),
-    "scales without their sign": (
-        "dequantize_gguf",
-        lambda data, qtype, dtype: load_ops()["dequantize_gguf"].fn(data, qtype, dtype).abs(),
-    ),
-}
-
-
 def test_every_op_has_a_planted_fault():
     assert {op for op, _ in FAULTS.values()} == set(load_ops())
     assert {op for op in OPS if op not in load_ops()} == set(SAMPLER_FAULTS)
@@ -272,7 +121,7 @@ def test_a_provider_that_raises_or_writes_its_input_is_an_error(monkeypatch):
     assert row["verdict"] == "error" and "ZeroDivisionError" in row["reason"]
 
     def writes(x, weight, epsilon, variance_size=None):
-        out = _rms(x, weight, epsilon, variance_size)
+        out = rms(x, weight, epsilon, variance_size)
         x.zero_()
         return out
 
@@ -284,14 +133,14 @@ def test_a_provider_that_does_not_repeat_itself_fails(monkeypatch):
     count = iter(range(100))
 
     def unsteady(x, weight, epsilon, variance_size=None):
-        return _rms(x, weight, epsilon, variance_size) + 1e-9 * next(count)
+        return rms(x, weight, epsilon, variance_size) + 1e-9 * next(count)
 
     row = _with(monkeypatch, unsteady)
     assert row["verdict"] == "fail" and "repeat 1" in row["reason"]
 
 
 def test_another_dtype_or_a_missing_output_fails(monkeypatch):
-    row = _with(monkeypatch, lambda **a: _rms(**a).double())
+    row = _with(monkeypatch, lambda **a: rms(**a).double())
     assert row["verdict"] == "fail" and "finite" in row["reason"]
 
 
@@ -452,6 +301,25 @@ def test_the_truth_is_what_torch_computes_in_double():
         soft_cap=None,
     )
     same(found["out"], causal.transpose(0, 1))
+
+
+def test_the_truth_of_joined_ops_is_that_of_their_parts_in_double():
+    """The definitions in double, which the truth shares no line with."""
+    rng = np.random.default_rng(12)
+    x, w, more = (rng.normal(size=shape) for shape in ((5, 16), (6, 16), (5, 6)))
+    t, norm = torch.from_numpy, rng.normal(size=16)
+    found = _truth("linear_add", x=_float(x), residual=_float(more), weight=_float(w))
+    total = torch.addmm(t(more), t(x), t(w).T)
+    np.testing.assert_allclose(found["out"], total, rtol=1e-12)
+    np.testing.assert_allclose(found["squares"][:, 0], total.norm(dim=1) ** 2, rtol=1e-12)
+    parts = np.square(x).reshape(5, 4, 4).sum(axis=2)
+    args = {"x": _float(x), "squares": _float(parts), "norm_weight": _float(norm)}
+    args |= {"epsilon": 1e-3, "weight": _float(w)}
+    want = F.linear(F.rms_norm(t(x), (16,), t(norm), 1e-3), t(w))
+    np.testing.assert_allclose(_truth("rms_norm_linear", **args)["out"], want, rtol=1e-12)
+    a, u = want.chunk(2, -1)
+    got = _truth("rms_norm_gated_linear", **args)["out"]
+    np.testing.assert_allclose(got, F.silu(a) * u, rtol=1e-12)
 
 
 def test_no_case_is_without_truth_unless_it_is_exact():

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles every Triton kernel of vllmx for a Hopper GPU; needs none. A child of test_compile.py.
+
+Prints a JSON object: by kernel and number of its row in `KERNELS` the error, empty if there is
+none, and under `refused` that of a kernel which no compiler may take.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGET = GPUTarget("cuda", 90, 32)
+I32, I64, F32 = "*i32", "*i64", "*fp32"
+TYPES = {
+    "epsilon": "fp32",
+    "scale": "fp32",
+    "soft_cap": "fp32",
+    "positions_ptr": I64,
+    "slots_ptr": I64,
+    "angles_ptr": F32,
+    "squares_ptr": F32,
+    "out_squares_ptr": F32,
+    "part_ptr": F32,
+    "best_ptr": F32,
+    **dict.fromkeys(
+        (
+            "block_table_ptr",
+            "count_ptr",
+            "input_ids_ptr",
+            "place_ptr",
+            "places_ptr",
+            "query_start_ptr",
+            "requests_ptr",
+            "ring_ptr",
+            "ring_slot_ptr",
+            "rows_ptr",
+            "seq_lens_ptr",
+            "table_ptr",
+            "tile_ptr",
+            "tokens_ptr",
+            "values_ptr",
+        ),
+        I32,
+    ),
+}
+"""Of arguments, by name; others are bfloat16 where they are pointers, else int32."""
+
+NORM = {"HAS_RESIDUAL": True, "HAS_WEIGHT": True, "BLOCK": 1024}
+HEADS = {"HEAD_SIZE": 128, "COLUMNS": 128, "BLOCK_SIZE": 16}
+ATTENTION = {**HEADS, "GROUP": 2, "HAS_CAP": False, "HAS_WINDOW": False, "WIDE": False}
+DECODE = {**ATTENTION, "ROWS": 16, "KEYS": 64}
+PREFILL = {**ATTENTION, "ROWS": 64, "TOKENS": 32, "KEYS": 32}
+STEP = {"NUM_HEADS": 16, "GROUP": 2, "ROWS": 16, "HALF": 64, "BLOCK_SIZE": 16, "KEYS": 64}
+STEP |= {"NORM": True, "LIMIT": 0.0, "WIDE": False}
+FEW = {"INPUTS": 1088, "ROWS": 16, "OUTPUTS": 32, "COLUMNS": 512, "SPLITS": 3, "GATED": False}
+FEW |= {"ADDS": False, "NORMS": True, "PARTS": 18, "PARTS_BLOCK": 32, "ONE_ROW": False}
+FEW |= {"WIDE": False}
+ONE = {"ROWS": 1, "OUTPUTS": 16, "COLUMNS": 1024, "ONE_ROW": True}
+WHOLE = {"INPUTS": 960, "OUTPUTS": 8, "COLUMNS": 1024, "SPLITS": 1}
+GATED = {"GATED": True, "INPUTS": 1024, "OUTPUTS": 64, "COLUMNS": 256, "SPLITS": 4}
+ADDS = {"ADDS": True, "NORMS": False, "PARTS": 1, "PARTS_BLOCK": 1}
+CACHE = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_SIZE": 128, "COLUMNS": 64, "BLOCK_SIZE": 16}
+CACHE |= {"HEADS": 4, "HAS_WEIGHTS": True, "LIMIT": 0.0}
+FP8 = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
+SINGLE, WRITES = {"weight_ptr": F32}, {"out_ptr": I32}
+INPUTS = {"BLOCK_SIZE": 16, "BLOCK": 256}
+
+Row = tuple[str, str, dict[str, Any], dict[str, str]]
+KERNELS: list[Row] = [
+    # module, kernel, constants, types that differ from TYPES
+    ("triton_ops", "_rms_norm_kernel", NORM, {}),
+    ("triton_ops", "_rms_norm_kernel", NORM | {"HAS_RESIDUAL": False, "HAS_WEIGHT": False}, {}),
+    ("triton_ops", "_silu_and_mul_kernel", {"BLOCK": 1024}, {}),
+    ("triton_ops", "_rotary_kernel", {"NEOX": True, "BLOCK": 128}, {"cache_ptr": F32}),
+    ("triton_ops", "_rotary_kernel", {"NEOX": False, "BLOCK": 128}, {"cache_ptr": F32}),
+    (
+        "triton_cache",
+        "_reshape_and_cache_kernel",
+        {"BLOCK_SIZE": 16, "SIZE": 960, "COLUMNS": 1024, "LIMIT": 448.0},
+        FP8,
+    ),
+    ("triton_cache", "_qk_norm_rope_cache_kernel", CACHE, {}),
+    ("triton_cache", "_qk_norm_rope_cache_kernel", CACHE | {"LIMIT": 448.0}, FP8),
+    ("triton_attention", "_decode_kernel", DECODE | {"SPLITS": 8}, SINGLE),
+    (
+        "triton_attention",
+        "_decode_kernel",
+        DECODE | {"SPLITS": 1, "HEAD_SIZE": 96, "HAS_WINDOW": True, "HAS_CAP": True},
+        SINGLE,
+    ),
+    ("triton_attention", "_prefill_kernel", PREFILL, {}),
+    ("triton_attention", "_prefill_kernel", PREFILL | {"HAS_WINDOW": True, "HAS_CAP": True}, {}),
+    (
+        "triton_attention",
+        "_join_splits_kernel",
+        {"HEAD_SIZE": 128, "COLUMNS": 128, "SPLITS": 8},
+        SINGLE,
+    ),
+    ("triton_decode", "_decode_step_kernel", STEP | {"SPLITS": 1}, SINGLE),
+    (
+        "triton_decode",
+        "_decode_step_kernel",
+        STEP | {"SPLITS": 8, "NORM": False, "HALF": 32},
+        SINGLE,
+    ),
+    ("triton_linear", "_few_rows_linear_kernel", FEW, {}),
+    ("triton_linear", "_few_rows_linear_kernel", FEW | GATED, {}),
+    ("triton_linear", "_few_rows_linear_kernel", FEW | ADDS, {}),
+    ("triton_linear", "_few_rows_linear_kernel", FEW | ADDS | {"SPLITS": 1, "INPUTS": 512}, {}),
+    ("triton_linear", "_few_rows_linear_kernel", FEW | ONE, {}),
+    ("triton_linear", "_few_rows_linear_kernel", FEW | ONE | WHOLE | {"GATED": True}, {}),
+    ("triton_linear", "_few_rows_linear_kernel", FEW | ADDS | ONE, {}),
+    ("triton_input", "_apply_writes_kernel", {"BLOCK": 1024}, WRITES),
+    ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": True}, {}),
+    ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": False}, {}),
+    ("triton_input", "_argmax_kernel", {"COLUMNS": 4096}, {}),
+    ("triton_input", "_commit_argmax_kernel", {"PARTS": 38, "BLOCK": 64}, {}),
+    ("triton_input", "_commit_tokens_kernel", {}, {"sampled_ptr": I64}),
+]
+
+
+@triton.jit
+def _changes_shape_kernel(out_ptr, count, BLOCK: tl.constexpr):
+    x = tl.arange(0, BLOCK)
+    if count > 3:
+        x = x[:, None]
+    tl.store(out_ptr + tl.arange(0, BLOCK), tl.max(x))
+
+
+def compile_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str]) -> str:
+    """The error of the compiler, empty if it takes `kernel`."""
+    names = kernel.arg_names
+    if "DEPENDENT_LAUNCH" in names:
+        constants = constants | {"DEPENDENT_LAUNCH": True}
+    known = TYPES | types
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else known.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        for name in names
+    }
+    places = {(names.index(name),): value for name, value in constants.items()}
+    try:
+        triton.compile(ASTSource(kernel, signature, places), target=TARGET)
+    except Exception as error:  # whatever it is, the kernel can't be launched
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def main() -> None:
+    """Compile all."""
+    found = {}
+    for number, (module, name, constants, types) in enumerate(KERNELS):
+        kernel = getattr(importlib.import_module(f"vllmx.kernels.{module}"), name)
+        found[f"{module}.{name} {number}"] = compile_kernel(kernel, constants, types)
+    found["refused"] = compile_kernel(_changes_shape_kernel, {"BLOCK": 64}, {"out_ptr": I32})
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of ops, one for each thing that a provider may get wrong: (op, function in its place)."""
+
+import torch
+import torch.nn.functional as F
+
+from vllmx.ir.select import load_ops
+
+
+def rms(x, weight, epsilon, variance_size=None, mean=False, eps=None, drop=0):
+    wide = x.float()
+    part = wide[..., : variance_size or wide.shape[-1] - drop]
+    if mean:
+        wide = wide - wide.mean(-1, keepdim=True)
+    scale = (part.square().sum(-1, keepdim=True) / part.shape[-1]) + (
+        epsilon if eps is None else eps
+    )
+    wide = wide * scale.rsqrt()
+    return (wide if weight is None else wide.to(weight.dtype) * weight).to(x.dtype)
+
+
+def _rotated(change):
+    def fn(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
+        from vllmx.ir.ops.rotary import rotary_embedding
+
+        return rotary_embedding.fn(
+            *change(positions, query, key, head_size, cos_sin_cache, is_neox_style)
+        )
+
+    return fn
+
+
+def _late_cache(key, value, key_cache, value_cache, slot_mapping):
+    from vllmx.ir.ops.kv_cache import reshape_and_cache
+
+    reshape_and_cache.fn(key[:-1], value[:-1], key_cache, value_cache, slot_mapping[:-1])
+
+
+def _changed(op, **change):
+    """The op with arguments of another make, each of all of them."""
+
+    def fn(**args):
+        return load_ops()[op].fn(**{**args, **{k: f(args) for k, f in change.items()}})
+
+    return fn
+
+
+def _unsummed(x, residual, weight):
+    """The squares of the sum after it was rounded, one column short."""
+    total = F.linear(x, weight) + residual
+    return total, total.float()[:, :-1].square().sum(-1, keepdim=True)
+
+
+def _ungated(x, squares, norm_weight, epsilon, weight):
+    """The second half for the gate."""
+    made = load_ops()["rms_norm_linear"].fn(x, squares, norm_weight, epsilon, weight)
+    return F.silu(made.chunk(2, -1)[1]) * made.chunk(2, -1)[0]
+
+
+def _cached_only(**args):
+    """The new key and value are stored, but not attended to."""
+    lengths = (args["seq_lens"] - 1).clamp(min=0)
+    return load_ops()["qk_norm_rope_decode"].fn(**{**args, "seq_lens": lengths})
+
+
+FAULTS = {
+    "residual forgotten": (
+        "linear_add",
+        _changed("linear_add", residual=lambda a: a["x"][:, :1] * 0),
+    ),
+    "last column not in the squares": ("linear_add", _unsummed),
+    "product half a thousandth more": (
+        "linear_add",
+        _changed("linear_add", weight=lambda a: a["weight"] * 1.0005),
+    ),
+    "first part of the squares": (
+        "rms_norm_linear",
+        _changed("rms_norm_linear", squares=lambda a: a["squares"][:, :1]),
+    ),
+    "squares of another row": (
+        "rms_norm_linear",
+        _changed("rms_norm_linear", squares=lambda a: a["squares"].roll(1, 0)),
+    ),
+    "epsilon ten times": (
+        "rms_norm_linear",
+        _changed("rms_norm_linear", epsilon=lambda a: a["epsilon"] * 10),
+    ),
+    "up for gate": ("rms_norm_gated_linear", _ungated),
+    "norm weight without its last element": (
+        "rms_norm_gated_linear",
+        _changed(
+            "rms_norm_gated_linear",
+            norm_weight=lambda a: F.pad(a["norm_weight"][:-1], (0, 1), value=1.0),
+        ),
+    ),
+    "new key not attended to": ("qk_norm_rope_decode", _cached_only),
+    "new key in the next slot": (
+        "qk_norm_rope_decode",
+        _changed(
+            "qk_norm_rope_decode", slot_mapping=lambda a: (a["slot_mapping"] - 1).clamp(min=0)
+        ),
+    ),
+    "key weight for the query": (
+        "qk_norm_rope_decode",
+        _changed("qk_norm_rope_decode", query_weight=lambda a: a["key_weight"]),
+    ),
+    "query weight for the key": (
+        "qk_norm_rope_cache",
+        _changed("qk_norm_rope_cache", key_weight=lambda a: a["query_weight"]),
+    ),
+    "token in the next slot": (
+        "qk_norm_rope_cache",
+        _changed("qk_norm_rope_cache", slot_mapping=lambda a: (a["slot_mapping"] - 1).clamp(min=0)),
+    ),
+    "epsilon of another config": ("rms_norm", lambda **a: rms(**a, eps=1e-5)),
+    "no epsilon": ("rms_norm", lambda **a: rms(**a, eps=0.0)),
+    "mean subtracted": ("rms_norm", lambda **a: rms(**a, mean=True)),
+    "tail of the variance dropped": ("rms_norm", lambda **a: rms(**a, drop=8)),
+    "residual not added": (
+        "fused_add_rms_norm",
+        lambda x, x_residual, weight, epsilon, variance_size: (
+            rms(x, weight, epsilon, variance_size),
+            x + x_residual,
+        ),
+    ),
+    "residual rounded before the norm": (
+        "fused_add_rms_norm",
+        lambda x, x_residual, weight, epsilon, variance_size: (
+            rms((x + x_residual).bfloat16().float(), weight, epsilon).to(x.dtype),
+            x + x_residual,
+        ),
+    ),
+    "gelu for silu": ("silu_and_mul", lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
+    "halves swapped": ("silu_and_mul", lambda x: F.silu(x.chunk(2, -1)[1]) * x.chunk(2, -1)[0]),
+    "gate clamped": (
+        "silu_and_mul",
+        lambda x: F.silu(x.chunk(2, -1)[0].clamp(max=7)) * x.chunk(2, -1)[1],
+    ),
+    "exact gelu for tanh": (
+        "gelu_and_mul",
+        lambda x, approximate: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    ),
+    "next position": (
+        "rotary_embedding",
+        _rotated(lambda p, q, k, h, c, n: (p + 1, q, k, h, c, n)),
+    ),
+    "other direction": (
+        "rotary_embedding",
+        _rotated(
+            lambda p, q, k, h, c, n: (
+                p,
+                q,
+                k,
+                h,
+                torch.cat((c.chunk(2, -1)[0], -c.chunk(2, -1)[1]), -1),
+                n,
+            )
+        ),
+    ),
+    "pairs for halves": (
+        "rotary_embedding",
+        _rotated(lambda p, q, k, h, c, n: (p, q, k, h, c, not n)),
+    ),
+    "positions beyond 32767 clamped": (
+        "rotary_embedding",
+        _rotated(lambda p, q, k, h, c, n: (p.clamp(max=32767), q, k, h, c, n)),
+    ),
+    "last of K dropped": (
+        "linear",
+        lambda x, weight, bias=None: F.linear(x[:, :-1], weight[:, :-1], bias),
+    ),
+    "a row for another": (
+        "linear",
+        lambda x, weight, bias=None: F.linear(x.roll(1, 0), weight, bias),
+    ),
+    "bias forgotten": ("linear", lambda x, weight, bias=None: F.linear(x, weight)),
+    "half a thousandth more": (
+        "linear",
+        lambda x, weight, bias=None: F.linear(x, weight, bias) * 1.0005,
+    ),
+    "an id off": (
+        "embedding",
+        lambda input_ids, weight: weight[(input_ids - 1).clamp(min=0).long()],
+    ),
+    "last token not stored": ("reshape_and_cache", _late_cache),
+    "sharper": ("paged_attention", _changed("paged_attention", scale=lambda a: a["scale"] * 1.001)),
+    "one key too few": (
+        "paged_attention",
+        _changed("paged_attention", seq_lens=lambda a: (a["seq_lens"] - 1).clamp(min=1)),
+    ),
+    "window one wider": (
+        "paged_attention",
+        _changed(
+            "paged_attention",
+            sliding_window=lambda a: a["sliding_window"] and a["sliding_window"] + 1,
+        ),
+    ),
+    "window one narrower": (
+        "paged_attention",
+        _changed(
+            "paged_attention",
+            sliding_window=lambda a: a["sliding_window"] and a["sliding_window"] - 1,
+        ),
+    ),
+    "no soft cap": ("paged_attention", _changed("paged_attention", soft_cap=lambda a: None)),
+    "blocks in order": (
+        "paged_attention",
+        _changed("paged_attention", block_table=lambda a: a["block_table"].sort(-1).values),
+    ),
+    "scales without their sign": (
+        "dequantize_gguf",
+        lambda data, qtype, dtype: load_ops()["dequantize_gguf"].fn(data, qtype, dtype).abs(),
+    ),
+}
