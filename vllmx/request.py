@@ -279,6 +279,11 @@ class Request:
         if self._block_hasher is not None:
             self.block_hashes.extend(self._block_hasher(self))
 
+    def completes_block(self, num_tokens: int, num_new_tokens: int) -> bool:
+        """Whether a block that is hashed ends at one of the last `num_new_tokens` of its first
+        `num_tokens` tokens."""
+        return num_tokens % self._hash_block_size < num_new_tokens
+
     @property
     def use_structured_output(self) -> bool:
         """Whether a grammar constrains the output."""

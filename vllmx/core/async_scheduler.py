@@ -41,7 +41,7 @@ class AsyncScheduler(Scheduler):
         request.num_output_placeholders -= len(new_token_ids)
         assert request.num_output_placeholders >= 0
         num_known = request.num_computed_tokens - request.num_output_placeholders
-        if was_running and num_known % self.hash_block_size < len(new_token_ids):
+        if was_running and request.completes_block(num_known, len(new_token_ids)):
             # A block has ended that allocate_slots could not hash: it ended in a placeholder.
             self.kv_cache_manager.cache_blocks(request, num_known)
         return new_token_ids, stopped
