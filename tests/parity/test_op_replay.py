@@ -18,6 +18,7 @@ from parity.op_cells import OpCell, expected
 from parity.op_replay import Lane
 from parity.op_table import OPS, OWN
 from vllmx.config import RunConfig
+from vllmx.exceptions import UserError
 from vllmx.ir.select import load_ops
 
 
@@ -223,11 +224,11 @@ def test_all_cells_run_after_a_failure(monkeypatch, tmp_path, capsys):
     assert len(next(tmp_path.glob("*.jsonl")).read_text().splitlines()) == 10
 
 
-def test_nothing_selected_is_not_success(capsys, tmp_path):
+def test_nothing_selected_is_not_success(tmp_path):
     config = RunConfig()
     config.parity.select, config.parity.output_dir = "op.no_such", str(tmp_path)
-    assert replay.run(config) == 2
-    assert "no cell matches" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"no golden's name begins with 'op\.no_such'"):
+        replay.run(config)
     assert list(tmp_path.iterdir()) == []
 
 

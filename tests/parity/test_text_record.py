@@ -24,6 +24,7 @@ from parity.status import Policy, status, when
 from parity.text_cases import selected, specs
 from parity.text_replay import golden_name, pack
 from vllmx.config import RunConfig
+from vllmx.exceptions import UserError
 
 ROOT = Path(__file__).parents[2]
 HASHES = next(spec for spec in specs() if spec["name"] == "block_hash/sha256_cbor")
@@ -57,8 +58,10 @@ def test_texts_are_cells_beside_ops(tmp_path, capsys):
     rows = evidence.load(tmp_path)
     assert {row["feature"] for row in rows} == {"op.embedding", "text.block_hash"}
     assert "2 ops, models and texts" in capsys.readouterr().out
-    assert run(tmp_path, select="text.block_hash", provider="torch") == 2
-    assert run(tmp_path, select="text.no_such") == 2
+    with pytest.raises(UserError, match="nothing of what is selected has it"):
+        run(tmp_path, select="text.block_hash", provider="torch")
+    with pytest.raises(UserError, match=r"no golden's name begins with 'text\.no_such'"):
+        run(tmp_path, select="text.no_such")
 
 
 def test_words_of_select_go_to_their_kind():
