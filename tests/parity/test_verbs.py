@@ -116,6 +116,19 @@ def test_what_evidence_goldens_and_limits_complain_of_is_the_users(monkeypatch):
         parity.run(config)
 
 
+def test_a_bisect_without_its_oracle_is_blocked(monkeypatch, capsys):
+    from parity.oracle_process import OracleBlocked
+
+    def absent(entry, provider):
+        raise OracleBlocked("hf_model: transformers is not installed here")
+
+    monkeypatch.setattr("parity.bisect.bisect", absent)
+    config = RunConfig()
+    config.parity.verb, config.parity.select = "bisect", "tiny-llama"
+    assert parity.run(config) == 3
+    assert "blocked: hf_model: transformers" in capsys.readouterr().out
+
+
 # ---------------------------------------------------------------------- the nightly run
 
 
