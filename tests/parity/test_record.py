@@ -55,6 +55,14 @@ def test_check_writes_nothing_and_tells_what_would_change(fake, tmp_path, capsys
     assert "new" in capsys.readouterr().out
 
 
+def test_check_sees_a_floor_that_was_widened(fake, tmp_path, capsys):
+    record.record("rms_norm/plain", folder=tmp_path)
+    path = tmp_path / calibrate.FLOORS
+    path.write_text(path.read_text().replace('"lanes":{}', '"lanes":{"x":{"out":{"rmse":0.5}}}', 1))
+    assert record.record("rms_norm/plain", folder=tmp_path, check=True) == 1
+    assert "another floor" in capsys.readouterr().out
+
+
 def _bent(recorded: record.Recorded, **told: object) -> record.Recorded:
     answer = dataclasses.replace(recorded.answer, told={**recorded.answer.told, **told})
     return dataclasses.replace(recorded, answer=answer)
