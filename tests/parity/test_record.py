@@ -202,7 +202,9 @@ def test_a_budget_that_is_overdrawn_is_told(tmp_path):
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "big.safetensors").write_bytes(b"0" * (budget.MAX_BYTES + 1))
     (tmp_path / "stuff").mkdir()
+    (tmp_path / "loose.bin").write_bytes(b"0")
     told = budget.faults(budget.usage(tmp_path))
+    assert any("beside: no folder of this name" in line for line in told)
     assert any("a file of 65537 bytes" in line for line in told)
     assert any("stuff: no folder of this name" in line for line in told)
     small = [budget.Usage("ops", 1, budget.TOTAL + 1, 1)]
