@@ -4,6 +4,7 @@
 import re
 import shlex
 import sys
+import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -187,6 +188,25 @@ def test_a_step_without_time_or_module_does_not_pass(monkeypatch):
     assert run_step(Step("x", ("unheard-of",)), 9.0, "cpu").code == 3
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
     assert run_step(Step("x", ("ledger",)), 5.0, "cpu").code not in (0, None)
+
+
+def test_nothing_of_a_step_outlives_its_box(monkeypatch, tmp_path):
+    """The children of a step, pytest or an engine, end with it."""
+    told, slow = tmp_path / "child", tmp_path / "slow"
+    slow.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {told}\nwait\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    assert run_step(Step("x", ("ledger",)), 1.0, "cpu").code is None
+    child = Path("/proc") / told.read_text().strip() / "stat"
+    for _ in range(50):
+        try:
+            state = child.read_text().split()[2]
+        except OSError:
+            return
+        if state == "Z":  # it has ended, and its parent has not noticed yet
+            return
+        time.sleep(0.1)
+    pytest.fail("a child of the step still runs")
 
 
 def test_unknown_steps_are_refused(capsys):
