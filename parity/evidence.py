@@ -32,6 +32,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -64,6 +65,8 @@ FIELDS = {
     "seconds": float,
     "ts": str,
 }
+ISSUE = re.compile(r"(issue |#)\d+|https://\S+")
+"""What the reason of a retraction must name."""
 OPTIONAL = {"reason": str, "retracts": str, "details": dict}
 OUTPUTS = ("parity/evidence/", "reports/")
 """What runs write themselves: a change there doesn't make a tree dirty."""
@@ -112,8 +115,13 @@ def check(row: Row) -> None:
         raise EvidenceError(f"verdict {row['verdict']!r} is none of {', '.join(VERDICTS)}")
     if row["verdict"] != "pass" and not row.get("reason"):
         raise EvidenceError(f"a row of verdict {row['verdict']} needs its reason")
-    if row["verdict"] == "retract" and not row.get("retracts"):
-        raise EvidenceError("a retract row needs the id that it retracts")
+    if row["verdict"] == "retract":
+        if not row.get("retracts"):
+            raise EvidenceError("a retract row needs the id that it retracts")
+        if not ISSUE.search(row["reason"]):
+            raise EvidenceError(
+                "a retract row needs the issue that says why in its reason: issue 7"
+            )
     if row_id(row) != row["id"]:
         raise EvidenceError(f"row {row['id'][:12]} was changed after it was written")
 

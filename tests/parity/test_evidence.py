@@ -65,12 +65,14 @@ def test_a_row_that_says_too_little_or_too_much_is_refused(tmp_path):
         {"verdict": "maybe"},
         {"verdict": "fail"},
         {"verdict": "retract", "reason": "issue 5"},
+        {"verdict": "retract", "reason": "flaky", "retracts": "0" * 64},
         {"unknown": 1},
         {"case": 3},
         {"checks": {"rmse": {"measured": float("nan")}}},
     ):
         with pytest.raises((EvidenceError, ValueError)):
             row(**more)
+    assert row(verdict="retract", reason="issue 5", retracts="0" * 64)["id"]
     whole = row()
     with pytest.raises(EvidenceError, match="lacks proof"):
         evidence.check({k: v for k, v in whole.items() if k != "proof"})
