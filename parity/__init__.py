@@ -26,9 +26,13 @@ def run(config: RunConfig) -> int:
     module = import_module(name)
     from .evidence import EvidenceError
     from .golden import GoldenError
+    from .oracle_process import OracleBlocked
     from .policy import PolicyError
 
     try:
         return int(module.run(config))
+    except OracleBlocked as error:
+        print(f"parity {verb}: blocked: {error}")
+        return 3
     except (EvidenceError, GoldenError, PolicyError) as error:
         raise UserError(f"parity {verb}: {error}") from error

@@ -31,6 +31,8 @@ ALLOWED = {
     "schedule": Allowance(8 * MB, 40 * 1024),
     "text": Allowance(1 * MB, 64 * 1024),
 }
+LOOSE = "beside"
+"""Name for files that lie in none of the folders; nothing is allowed there."""
 INDEXES = ("index.json", "floors.json")
 """Files that may be larger than one golden."""
 
@@ -65,6 +67,9 @@ def usage(folder: Path = GOLDENS) -> list[Usage]:
         goldens = [size for path, size in sizes.items() if path.name not in INDEXES]
         total = sum(sizes.values())
         found.append(Usage(part.name, len(goldens), total, max(goldens, default=0)))
+    loose = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
+    if loose:
+        found.append(Usage(LOOSE, len(loose), sum(loose), max(loose)))
     return found
 
 

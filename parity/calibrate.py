@@ -58,12 +58,16 @@ class Floors:
     def __init__(self, folder: Path = FOLDER) -> None:
         self.entries = _read(folder)
 
+    def known(self, golden: str, golden_sha: str) -> bool:
+        """Whether the noise was measured of this golden, and not of one that was there before."""
+        entry = self.entries.get(golden, {})
+        return entry.get("golden_sha") == golden_sha and bool(entry.get("repeat"))
+
     def of(self, golden: str, golden_sha: str, output: str) -> Floor | None:
         """The floor of an output; None where it was never measured, or of another golden."""
-        entry = self.entries.get(golden)
-        if entry is None or entry["golden_sha"] != golden_sha or not entry["repeat"]:
+        if not self.known(golden, golden_sha):
             return None
-        lanes = entry["lanes"].values()
+        lanes = self.entries[golden]["lanes"].values()
         return worst_of([Floor(**outputs[output]) for outputs in lanes if output in outputs])
 
 

@@ -151,7 +151,7 @@ class Listed:
             path = folder / name
             sha = _sha(path)
             problem = _problem(path, sha, index.get(name))
-            yield f"ops/{name}", Golden(sha, problem, name in floors.entries)
+            yield f"ops/{name}", Golden(sha, problem, floors.known(name, sha))
         for name in golden_files.strays(folder, self.expected_op_goldens()):
             yield f"ops/{name}", Golden("", "no case expects it")
 

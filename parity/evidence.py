@@ -32,6 +32,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -64,6 +65,8 @@ FIELDS = {
     "seconds": float,
     "ts": str,
 }
+ISSUE = re.compile(r"(issue |#)\d+|https://\S+")
+"""What the reason of a retraction must name."""
 OPTIONAL = {"reason": str, "retracts": str, "details": dict}
 OUTPUTS = ("parity/evidence/", "reports/")
 """What runs write themselves: a change there doesn't make a tree dirty."""
@@ -112,8 +115,13 @@ def check(row: Row) -> None:
         raise EvidenceError(f"verdict {row['verdict']!r} is none of {', '.join(VERDICTS)}")
     if row["verdict"] != "pass" and not row.get("reason"):
         raise EvidenceError(f"a row of verdict {row['verdict']} needs its reason")
-    if row["verdict"] == "retract" and not row.get("retracts"):
-        raise EvidenceError("a retract row needs the id that it retracts")
+    if row["verdict"] == "retract":
+        if not row.get("retracts"):
+            raise EvidenceError("a retract row needs the id that it retracts")
+        if not ISSUE.search(row["reason"]):
+            raise EvidenceError(
+                "a retract row needs the issue that says why in its reason: issue 7"
+            )
     if row_id(row) != row["id"]:
         raise EvidenceError(f"row {row['id'][:12]} was changed after it was written")
 
@@ -131,7 +139,7 @@ def append(rows: Iterable[Row], folder: Path = EVIDENCE) -> Path:
     text = b"".join(canonical(row) + b"\n" for row in listed)
     stamp = listed[0]["ts"].replace(":", "").replace("-", "")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{stamp}-{hashlib.sha256(text).hexdigest()[:8]}.jsonl"
+    path = folder / f"{stamp}-{_mark(text)}.jsonl"
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_bytes(text)
     os.replace(partial, path)
@@ -139,17 +147,29 @@ def append(rows: Iterable[Row], folder: Path = EVIDENCE) -> Path:
 
 
 def load(folder: Path = EVIDENCE) -> list[Row]:
-    """All rows of `folder`, oldest file first; EvidenceError on a damaged or changed line."""
+    """All rows of `folder`, oldest file first; EvidenceError on a damaged or changed line, and on
+    a file from which lines were taken: its name has the hash of what it was written with."""
     rows: list[Row] = []
     for path in sorted(folder.glob("*.jsonl")):
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        data = path.read_bytes()
+        for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
             try:
                 row = json.loads(line)
                 check(row)
             except (ValueError, AttributeError) as error:
                 raise EvidenceError(f"{path.name}:{number}: {error}") from error
             rows.append(row)
+        if not path.stem.endswith(f"-{_mark(data)}"):
+            raise EvidenceError(
+                f"{path.name}: rows were taken out of it or added since it was written; "
+                f"`git log -p -- parity/evidence/{path.name}` shows which"
+            )
     return rows
+
+
+def _mark(text: bytes) -> str:
+    """What a file's name says of its content."""
+    return hashlib.sha256(text).hexdigest()[:8]
 
 
 def now() -> str:

@@ -65,6 +65,7 @@ class ModelLane:
         self.folder = folder
         self.policy = policy.load()
         self.run = evidence.run_facts()
+        self.index = golden.known(folder)
 
     def rows(self, cells: Iterable[ModelCell]) -> Iterator[Row]:
         """A row for every cell, whatever comes of it; cells of one engine share it."""
@@ -147,7 +148,7 @@ class ModelLane:
 
     def _row(self, cell: ModelCell, verdict: str, reason: str, **facts: Any) -> Row:
         row: dict[str, Any] = {
-            "golden_sha": "",
+            "golden_sha": self.index.get(cell.entry.golden(GOLDEN_LANE), ""),
             "oracle": {"name": "", "version": "", "lane": GOLDEN_LANE},
             "checks": {},
             "proof": {"selected": "", "calls": 0},

@@ -9,6 +9,7 @@ replaced must be there exactly once. Exit code 1 if too many faults live or an a
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import shutil
@@ -36,6 +37,8 @@ FIELDS = {"class", "file", "find", "replace", "by"}
 WANTED = 0.95
 """Share of the faults that must be found."""
 SECONDS = 900
+NOT_LOOKED = (2, 3)
+"""Exit codes of a replay that was invalid or blocked."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,20 @@ def closure_of(mutant: Mutant, root: Path = ROOT) -> dict[str, str]:
 
 
 def dead_anchors(mutants: list[Mutant], root: Path = ROOT) -> list[str]:
-    """The mutants whose text is not in their file exactly once."""
+    """The mutants whose text is not in their file exactly once, or that leave no Python there:
+    a file that can't be read is no fault that a comparison finds."""
     found = []
     for mutant in mutants:
         path = root / mutant.file
-        count = path.read_text(encoding="utf-8").count(mutant.find) if path.is_file() else 0
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        count = text.count(mutant.find)
         if count != 1:
             found.append(f"{mutant.name}: {count} times in {mutant.file}")
+        elif path.suffix == ".py":
+            try:
+                ast.parse(text.replace(mutant.find, mutant.replace))
+            except SyntaxError as error:
+                found.append(f"{mutant.name}: {mutant.file} is no Python with it: {error}")
     return found
 
 
@@ -143,11 +153,14 @@ class Copy:
 def judge(mutant: Mutant, clean: tuple[int, str], planted: tuple[int, str]) -> tuple[str, str]:
     """(verdict, reason): pass if a fault was found or an honest alternate was not refused.
 
-    A detector that is red without the fault shows nothing. Any red end counts as found: a failed
-    comparison, a crash, or no end at all.
+    A detector that is red without the fault shows nothing, nor does a replay that could not look at
+    all: a golden it did not find, a provider that isn't there any more. Any other red end counts as
+    found: a failed comparison, a crash, or no end at all.
     """
     if clean[0] != 0:
         return "invalid", f"the detector is red without the fault: {clean[1]}"
+    if mutant.by.startswith("replay ") and planted[0] in NOT_LOOKED:
+        return "invalid", f"with it in place the replay could not look: {planted[1]}"
     found = planted[0] != 0
     if mutant.honest:
         return ("fail", f"an honest alternate is refused: {planted[1]}") if found else ("pass", "")

@@ -11,8 +11,10 @@ leaves undone is missing, not passed. Ledger and report are always written at th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -110,10 +112,17 @@ def run_step(step: Step, seconds: float, device: str) -> Outcome:
     print(f"--- vllmx parity {shlex.join(arguments)}", flush=True)
     command = [sys.executable, "-m", "vllmx", "parity", *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(_search())}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    code: int | None = None
     try:
-        code = subprocess.run(command, cwd=ROOT, env=environment, timeout=seconds).returncode
+        code = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        return Outcome(step.name, None, time.monotonic() - started)
+        print(f"--- {step.name}: out of time after {seconds:.0f} s", flush=True)
+    finally:
+        # A step has children of its own, tests and engines; none may outlive its box.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     return Outcome(step.name, code, time.monotonic() - started)
 
 

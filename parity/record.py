@@ -6,7 +6,7 @@ but models are recorded. Texts and traces: record_specs.py. Each case of an op g
 that op_table.py names for it, as a process of its own. An answer becomes a golden only if a second
 call gave the same bits, if it is no further from the float64 truth than a few roundings, and if
 plainly wrong copies of it would be refused. With `check` nothing is written: exit code 1 if a
-golden would change.
+golden or its floor would change.
 """
 
 from __future__ import annotations
@@ -187,18 +187,22 @@ def record(
     """Write goldens, their index and their floors; returns the exit code of the verb."""
     answers = ask_all(select, oracle)
     floors, changed, refused = {}, 0, 0
+    known = calibrate.Floors(folder).entries
     for recorded in answers.answers:
         if fault := recorded.fault():
             print(f"{recorded.golden}: refused: {fault}")
             refused += 1
             continue
         data, path = recorded.data(), folder / recorded.golden
+        floor = floors[recorded.golden] = recorded.floor()
         if not path.is_file() or path.read_bytes() != data:
             changed += 1
             print(f"{recorded.golden}: {'differs' if path.is_file() else 'new'}, {len(data)} bytes")
             if not check:
                 golden.write(path, data)
-        floors[recorded.golden] = recorded.floor()
+        elif check and floor != known.get(recorded.golden):
+            changed += 1
+            print(f"{recorded.golden}: another floor, the limits are multiples of it")
     if floors and not check:
         calibrate.write(floors, folder)
         golden.write_index(folder)

@@ -87,8 +87,10 @@ def summary(rows: Sequence[Row], refused: Sequence[OpCell], seconds: float) -> s
 
 
 def check_words(device: str, select: str) -> None:
-    """UserError for a word of `select` that begins the name of no golden: nothing would be run."""
+    """UserError for a word of `select` that begins the name of no golden or case: nothing would be
+    run for it, whatever the other words name."""
     from .model_table import MODELS
+    from .text_cases import selected
     from .text_replay import KINDS
 
     names = {name for cell in expected(device) for name in (cell.feature, cell.op)}
@@ -97,6 +99,8 @@ def check_words(device: str, select: str) -> None:
         if not any(name.startswith(word) or word.startswith(f"{name}/") for name in names):
             hint = did_you_mean(word, names)
             raise UserError(f"parity.select: no golden's name begins with {word!r}.{hint}")
+        if "/" in word and not (expected(device, word) or selected(word)):
+            raise no_cell(device, word, None)
 
 
 def no_cell(device: str, select: str | None, provider: str | None) -> UserError:

@@ -20,8 +20,9 @@ from .checkout import Checkout
 from .drift import anchors
 from .features import CANARY
 from .ledger import TIERS, as_json, equation, totals, troubles
+from .mutate import CATALOGUE, catalogue, closure_of
 from .plan import join
-from .status import STATUSES, CellStatus, FeatureStatus
+from .status import STATUSES, Cell, CellStatus, FeatureStatus, by_key, judge
 
 SHOWN = 200
 """Cells of one list that are spelt out."""
@@ -47,8 +48,8 @@ def build(checkout: Checkout, now: dt.datetime) -> dict[str, Any]:
         "stale": stale(unique),
         "headroom": headroom(unique),
         "providers": providers(unique),
-        "models": models(checkout.evidence),
-        "mutation": mutation(checkout.evidence),
+        "models": models(checkout.evidence, unique),
+        "mutation": mutation(checkout, now),
         "goldens": golden_sizes(checkout.goldens_folder),
         "upstream": upstream(checkout.root),
         "environment": environment(checkout.evidence),
@@ -144,21 +145,26 @@ def providers(cells: Iterable[CellStatus]) -> dict[str, dict[str, dict[str, int]
     }
 
 
-def models(evidence: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def models(
+    evidence: Iterable[dict[str, Any]], cells: Iterable[CellStatus]
+) -> dict[str, dict[str, Any]]:
     """Model and mode -> the figures of its newest run, and its error by layer if it was measured.
 
+    status: what that run comes to now; empty on a device that nobody asks for.
     layers: [[number, error, error of the oracle's other lane], ...]; 0 is the embedding.
     """
+    now = {cell.cell.key: cell.status for cell in cells}
     found: dict[str, dict[str, Any]] = {}
     for row in sorted(evidence, key=lambda row: row["ts"]):
         if row["feature"].startswith("model."):
-            name = " ".join(
-                [row["feature"], row["provider"], row["mode"], str(row["device"].get("name"))]
-            )
+            device = str(row["device"].get("name"))
+            name = " ".join([row["feature"], row["provider"], row["mode"], device])
+            key = (row["feature"], row["case"], row["provider"], device, row["mode"])
             details = row.get("details", {})
             errors, floors = details.get("layers", []), details.get("floor_layers", [])
             found[name] = {
                 "verdict": row["verdict"],
+                "status": now.get(key, ""),
                 "ts": row["ts"],
                 "checks": row["checks"],
                 "layers": [[n, *pair] for n, pair in enumerate(zip(errors, floors))],
@@ -166,32 +172,35 @@ def models(evidence: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return dict(sorted(found.items()))
 
 
-def mutation(evidence: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Planted faults by category: found of all; honest alternates apart. The newest row counts."""
-    newest: dict[str, dict[str, Any]] = {}
-    for row in sorted(evidence, key=lambda row: row["ts"]):
-        if row["feature"].startswith("mutant."):
-            newest[row["feature"]] = row
+def mutation(checkout: Checkout, now: dt.datetime) -> dict[str, Any]:
+    """Every planted fault of the catalogue by category, judged as any other cell: a run of other
+    code or of a dirty tree finds nothing. Honest alternates apart.
+
+    total: faults that there are; looked: those that a run speaks of that counts.
+    """
+    path = checkout.parity / CATALOGUE.name
+    rows, policy = by_key(checkout.evidence), checkout.policy
     by_category: dict[str, Counter[str]] = defaultdict(Counter)
     honest: Counter[str] = Counter()
-    for row in newest.values():
-        if row["mode"] == "honest":
-            honest[{"pass": "accepted", "fail": "refused"}.get(row["verdict"], "invalid")] += 1
-        else:
-            category = str(row.get("details", {}).get("category", "all"))
-            word = {"pass": "found", "fail": "missed"}.get(row["verdict"], "invalid")
-            by_category[category][word] += 1
-    faults = [row for row in newest.values() if row["mode"] != "honest"]
+    missed = []
+    for mutant in catalogue(path) if path.is_file() else []:
+        mode = "honest" if mutant.honest else "planted"
+        cell = Cell(f"mutant.{mutant.name}", mutant.by, "vllmx", "cpu", mode, kind="mutant")
+        closure = closure_of(mutant, checkout.root)
+        told = judge(cell, {}, rows[cell.key], closure, policy, policy.age_limit(""), now)
+        good, bad = ("accepted", "refused") if mutant.honest else ("found", "missed")
+        word = {"GREEN": good, "RED": bad}.get(told.status, told.status.lower())
+        (honest if mutant.honest else by_category[mutant.category])[word] += 1
+        if told.row is not None and told.status not in ("GREEN", "STALE"):
+            missed.append(f"{mutant.name}: {told.reason}")
+    words = sum(by_category.values(), Counter[str]())
     return {
-        "total": len(faults),
-        "found": sum(row["verdict"] == "pass" for row in faults),
+        "total": words.total(),
+        "looked": words["found"] + words["missed"],
+        "found": words["found"],
         "honest": dict(sorted(honest.items())),
-        "categories": {name: dict(counts) for name, counts in sorted(by_category.items())},
-        "missed": sorted(
-            f"{row['feature'].removeprefix('mutant.')}: {row['reason']}"
-            for row in faults
-            if row["verdict"] != "pass"
-        ),
+        "categories": {name: dict(sorted(by_category[name].items())) for name in by_category},
+        "missed": sorted(missed),
     }
 
 

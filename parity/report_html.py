@@ -9,7 +9,7 @@ from typing import Any
 
 from . import svg
 from .ledger import TIERS
-from .report_md import adds_up, broken_limit, megabytes, share
+from .report_md import adds_up, broken_limit, megabytes, mutation_score, share
 from .status import STATUSES
 
 COLOURS = {
@@ -224,7 +224,8 @@ def _models(found: Mapping[str, Mapping[str, Any]]) -> str:
             series["the oracle's other lane"] = [layer[2] for layer in layers]
             chart = svg.curves(series, [str(layer[0]) for layer in layers])
         parts.append(
-            f"<details><summary>{escape(name)}: {escape(entry['verdict'])}</summary>"
+            f"<details><summary>{escape(name)}: {escape(entry['verdict'])} "
+            f"{_tag(entry['status']) if entry['status'] else ''}</summary>"
             f"{_table(['check', 'measured', 'limit'], rows)}{chart}</details>"
         )
     return "\n".join(parts)
@@ -245,14 +246,11 @@ def _providers(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
 
 
 def _mutation(found: Mapping[str, Any]) -> str:
-    if not found["total"]:
-        return '<p class="soft">no data</p>'
-    percent = 100 * found["found"] / found["total"]
     rows = [[name, adds_up(counts)] for name, counts in found["categories"].items()]
-    words = f"{found['found']} of {found['total']} planted faults are found ({percent:.1f} %)."
-    rest = _table(["not found"], [[text] for text in found["missed"]], "none")
-    words += f" Honest alternates: {adds_up(found['honest'])}."
-    return f"<p>{words}</p>\n{_table(['category', 'faults'], rows)}\n{rest}"
+    parts = [f"<p>{escape(mutation_score(found))}</p>", _table(["category", "faults"], rows)]
+    if found["looked"]:
+        parts.append(_table(["not found"], [[text] for text in found["missed"]], "none"))
+    return "\n".join(parts)
 
 
 def _goldens(found: Mapping[str, Any]) -> str:

@@ -10,11 +10,22 @@ from .ledger import TIERS
 from .status import STATUSES
 
 NO_DATA = "no data"
-LINES = 20
+LONGEST = 200
+"""Lines of the page."""
+OPS = 40
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """At most 200 lines."""
+    """At most 200 lines; lists are cut shorter where there is much to say."""
+    for most in (20, 15, 10, 5):
+        lines = _lines(data, most)
+        if len(lines) <= LONGEST:
+            break
+    return "\n".join(lines) + "\n"
+
+
+def _lines(data: Mapping[str, Any], most: int) -> list[str]:
+    """The page with at most `most` lines a list."""
     lines = ["# Parity with upstream", ""]
     lines += [f"**INVALID: {trouble}**" for trouble in data["trouble"]]
     lines += [
@@ -32,17 +43,21 @@ def page(data: Mapping[str, Any]) -> str:
         ["tier", *used],
         [[tier, *(data["tiers"][tier][name] or "" for name in used)] for tier in TIERS],
     )
-    lines += ["", "## Red and suspect", *_red(data["red"])]
-    lines += ["", "## To be run", *_stale(data["stale"])]
+    areas = (f"{area} {adds_up(_ordered(counts))}" for area, counts in data["areas"].items())
+    lines += ["", f"By area: {'; '.join(areas) or NO_DATA}."]
+    lines += ["", "## Red and suspect", *_red(data["red"], most)]
+    lines += ["", "## To be run", *_stale(data["stale"], most)]
     lines += ["", "## Nearest to their limit", *_headroom(data["headroom"])]
     lines += ["", "## Providers", *_providers(data["providers"])]
-    lines += ["", "## Models", *_models(data["models"])]
-    lines += ["", "## Planted faults", *_mutation(data["mutation"])]
+    lines += ["", "## Models", *_models(data["models"], most)]
+    lines += ["", "## Planted faults", *_mutation(data["mutation"], most)]
     lines += ["", "## Goldens", *_goldens(data["goldens"])]
     lines += ["", "## Upstream", *_upstream(data["upstream"])]
-    lines += ["", "## Environments", *_environment(data["environment"])]
-    assert len(lines) <= 200, len(lines)
-    return "\n".join(lines) + "\n"
+    return [*lines, "", "## Environments", *_environment(data["environment"], most)]
+
+
+def _ordered(counts: Mapping[str, int]) -> dict[str, int]:
+    return {name: counts[name] for name in STATUSES if name in counts}
 
 
 def adds_up(counts: Mapping[str, int]) -> str:
@@ -65,14 +80,14 @@ def _cell(value: Any) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")[:200]
 
 
-def _red(cells: list[dict[str, Any]]) -> list[str]:
+def _red(cells: list[dict[str, Any]], most: int) -> list[str]:
     if not cells:
         return ["none"]
     rows = [
         [cell["cell"], cell["reason"], broken_limit(cell["broken"]), f"`{cell['command']}`"]
-        for cell in cells[:LINES]
+        for cell in cells[:most]
     ]
-    rest = [f"and {len(cells) - LINES} more"] if len(cells) > LINES else []
+    rest = [f"and {len(cells) - most} more"] if len(cells) > most else []
     return [*table(["cell", "why", "limit", "again with"], rows), *rest]
 
 
@@ -83,15 +98,15 @@ def broken_limit(broken: Mapping[str, Any] | None) -> str:
     return f"{broken['name']} {broken['measured']:.3g} > {broken['limit']:.3g}"
 
 
-def _stale(entries: list[dict[str, Any]]) -> list[str]:
+def _stale(entries: list[dict[str, Any]], most: int) -> list[str]:
     if not entries:
         return ["nothing"]
     head = ["status", "cells", "why", "first", "run"]
     rows = [
         [e["status"], e["cells"], e["cause"], e["first"], commands(e["commands"])]
-        for e in entries[:LINES]
+        for e in entries[:most]
     ]
-    rest = [f"and {len(entries) - LINES} more lines"] if len(entries) > LINES else []
+    rest = [f"and {len(entries) - most} more lines"] if len(entries) > most else []
     return [*table(head, rows), *rest, "", "`vllmx parity plan` prints the commands."]
 
 
@@ -110,7 +125,7 @@ def _headroom(found: Mapping[str, Any]) -> list[str]:
 def _providers(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> list[str]:
     places = sorted({place for ops in found.values() for place in ops})
     rows = []
-    for op, by_place in list(found.items())[: 2 * LINES]:
+    for op, by_place in list(found.items())[:OPS]:
         rows.append([op, *(share(by_place.get(place)) for place in places)])
     return table(["op", *places], rows)
 
@@ -122,26 +137,36 @@ def share(counts: Mapping[str, int] | None) -> str:
     return f"{counts.get('GREEN', 0)}/{sum(counts.values())}"
 
 
-def _models(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _models(found: Mapping[str, Mapping[str, Any]], most: int) -> list[str]:
     rows = []
-    for name, entry in list(found.items())[:LINES]:
+    for name, entry in list(found.items())[:most]:
         figures = ", ".join(
             f"{key} {check['measured']:.3g} of {check['limit']:.3g}"
             for key, check in entry["checks"].items()
         )
-        rows.append([name, entry["verdict"], figures, f"{len(entry['layers'])} layers"])
-    return table(["model", "verdict", "measured of limit", "by layer"], rows)
+        layers = f"{len(entry['layers'])} layers"
+        rows.append([name, entry["verdict"], entry["status"], figures, layers])
+    head = ["model", "verdict", "status", "measured of limit", "by layer"]
+    rest = [f"and {len(found) - most} more"] if len(found) > most else []
+    return [*table(head, rows), *rest]
 
 
-def _mutation(found: Mapping[str, Any]) -> list[str]:
-    if not found["total"]:
-        return [NO_DATA]
-    percent = 100 * found["found"] / found["total"]
-    lines = [f"{found['found']} of {found['total']} found ({percent:.1f} %)", ""]
+def mutation_score(found: Mapping[str, Any]) -> str:
+    """How many of all faults are found, of the runs that count; `no data` where there is none."""
+    total, looked = found["total"], found["looked"]
+    if not looked:
+        rest = f": {total} planted faults, `vllmx parity mutate` looks for them" if total else ""
+        return NO_DATA + rest
+    percent = 100 * found["found"] / total
+    words = f"{found['found']} of {total} found ({percent:.1f} %)"
+    words += f", {total - looked} not looked at" if looked < total else ""
+    return f"{words}. Honest alternates: {adds_up(found['honest'])}."
+
+
+def _mutation(found: Mapping[str, Any], most: int) -> list[str]:
     rows = [[name, adds_up(counts)] for name, counts in found["categories"].items()]
-    lines += table(["category", "faults"], rows)
-    lines += ["", f"Honest alternates: {adds_up(found['honest'])}."]
-    return lines + [f"- not found: {words}" for words in found["missed"][:LINES]]
+    lines = [mutation_score(found), "", *(table(["category", "faults"], rows) if rows else [])]
+    return lines + [f"- not found: {words}" for words in found["missed"][:most]]
 
 
 def _goldens(found: Mapping[str, Any]) -> list[str]:
@@ -171,6 +196,8 @@ def _upstream(found: Mapping[str, Any]) -> list[str]:
     return [*lines, "", *table(["kind", "new", "gone"], rows)]
 
 
-def _environment(found: list[dict[str, Any]]) -> list[str]:
+def _environment(found: list[dict[str, Any]], most: int) -> list[str]:
     head = list(found[0]) if found else []
-    return table(head, [entry.values() for entry in found])
+    newest = sorted(found, key=lambda entry: entry["newest"], reverse=True)
+    rest = [f"and {len(found) - most} more"] if len(found) > most else []
+    return [*table(head, [entry.values() for entry in newest[:most]]), *rest]

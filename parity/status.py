@@ -347,7 +347,7 @@ class Expected:
 
 
 def superseded(row: Row, current: Sequence[Row], closure: Mapping[str, str]) -> bool:
-    """Whether code outside the fine closure changed after a failure, and it passed then.
+    """Whether code outside the fine closure changed after a failure, and a clean run passed then.
 
     Without a change a later pass takes nothing back: what fails now and then is broken.
     """
@@ -355,6 +355,7 @@ def superseded(row: Row, current: Sequence[Row], closure: Mapping[str, str]) -> 
         return False
     return any(
         other["verdict"] == "pass"
+        and not other["run"].get("dirty", True)
         and other["ts"] > row["ts"]
         and other["closure"].get("coarse") != row["closure"].get("coarse")
         for other in current

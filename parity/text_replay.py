@@ -190,6 +190,7 @@ class TextLane:
     def __init__(self, folder: Path = golden.TEXT) -> None:
         self.folder = folder
         self.run = evidence.run_facts()
+        self.index = golden.known(folder)
 
     def rows(self, chosen: Sequence[Spec]) -> Iterator[Row]:
         """A row for every spec, whatever comes of it."""
@@ -243,7 +244,7 @@ class TextLane:
     def _row(self, feature: str, spec: Spec | None, facts: dict[str, Any], seconds: float) -> Row:
         row: dict[str, Any] = {
             "case": spec["name"].partition("/")[2] if spec else facts["reason"],
-            "golden_sha": "",
+            "golden_sha": self.index.get(golden_name(spec), "") if spec else "",
             "closure": closure_of(spec["kind"]) if spec else {"fine": "", "coarse": ""},
             "oracle": {},
             "checks": {},

@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from parity import checkout, closure, evidence, golden, policy
+from parity import calibrate, checkout, closure, evidence, golden, policy
 from parity.catalogue import Listed
 from parity.checkout import Checkout
 from parity.collect import canary_row
@@ -64,8 +64,13 @@ def build(root: Path, monkeypatch) -> Path:
     for number, case in enumerate(CASES):
         golden.write(folder / "toy" / f"{case}.f32.safetensors", golden_bytes(case, number))
     golden.write_index(folder)
-    names = ",".join(f'"{name}":{{}}' for name in golden.files(folder))
-    write(root, "parity/goldens/ops/floors.json", f'{{"schema":1,"floors":{{{names}}}}}')
+    calibrate.write(
+        {
+            name: {"golden_sha": sha, "repeat": True, "lanes": {}}
+            for name, sha in golden.read_index(folder).items()
+        },
+        folder,
+    )
     monkeypatch.setattr(checkout, "ROOT", root)
     monkeypatch.setattr(checkout, "Listed", Toy)
     monkeypatch.setattr(evidence, "run_facts", lambda root=root: dict(FACTS))

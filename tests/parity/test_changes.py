@@ -126,6 +126,15 @@ def test_a_widened_tolerance_makes_the_op_stale_until_it_is_replayed(root):
     assert told(root, rows + replayed(root))[0] == "GREEN"
 
 
+def test_a_floor_of_the_golden_before_is_none(root):
+    rows = replayed(root)
+    path = root / "parity" / "goldens" / "ops" / "floors.json"
+    sha = rows[0]["golden_sha"]
+    path.write_text(path.read_text().replace(sha, "0" * 64))
+    name, reason = told(root, rows)
+    assert name == "UNPROVEN" and "noise of the oracle" in reason
+
+
 def test_another_provider_proves_nothing_of_the_one_asked_for(root):
     rows = replayed(root)
     torch_rows = [row for row in rows if row["provider"] == "torch"]

@@ -49,17 +49,30 @@ def test_an_edited_line_is_refused(tmp_path):
         evidence.load(tmp_path)
 
 
+def test_a_failure_can_not_be_cut_out_of_its_file(tmp_path):
+    path = evidence.append([row(), row(verdict="fail", reason="rmse")], tmp_path)
+    kept, cut = path.read_text().splitlines(keepends=True)
+    for text in (kept, kept + cut + kept, ""):
+        path.write_text(text)
+        with pytest.raises(EvidenceError, match=f"{path.name}: rows were taken out"):
+            evidence.load(tmp_path)
+    path.write_text(kept + cut)
+    assert len(evidence.load(tmp_path)) == 2
+
+
 def test_a_row_that_says_too_little_or_too_much_is_refused(tmp_path):
     for more in (
         {"verdict": "maybe"},
         {"verdict": "fail"},
         {"verdict": "retract", "reason": "issue 5"},
+        {"verdict": "retract", "reason": "flaky", "retracts": "0" * 64},
         {"unknown": 1},
         {"case": 3},
         {"checks": {"rmse": {"measured": float("nan")}}},
     ):
         with pytest.raises((EvidenceError, ValueError)):
             row(**more)
+    assert row(verdict="retract", reason="issue 5", retracts="0" * 64)["id"]
     whole = row()
     with pytest.raises(EvidenceError, match="lacks proof"):
         evidence.check({k: v for k, v in whole.items() if k != "proof"})

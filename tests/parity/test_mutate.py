@@ -42,6 +42,21 @@ def test_a_fault_is_found_if_its_detector_turns_red() -> None:
     assert judge(mutant(), (1, "red before"), (1, ""))[0] == "invalid"
 
 
+@pytest.mark.parametrize("code", [2, 3])
+def test_a_replay_that_could_not_look_has_found_nothing(code: int) -> None:
+    """A fault that takes the provider away leaves nothing to be compared."""
+    detector = "replay op.rms_norm native"
+    assert judge(mutant(by=detector), (0, ""), (code, "no compiler"))[0] == "invalid"
+    assert judge(mutant(by=detector), (0, ""), (1, "rmse")) == ("pass", "")
+
+
+def test_a_fault_that_leaves_no_python_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("x = a\n")
+    assert dead_anchors([mutant()], tmp_path) == []
+    (told,) = dead_anchors([mutant(replace="(")], tmp_path)
+    assert told.startswith("x: f.py is no Python with it")
+
+
 def test_an_honest_alternate_must_leave_it_green() -> None:
     assert judge(mutant(honest=True), (0, ""), (0, "")) == ("pass", "")
     assert judge(mutant(honest=True), (0, ""), (1, ""))[0] == "fail"

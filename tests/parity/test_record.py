@@ -55,6 +55,14 @@ def test_check_writes_nothing_and_tells_what_would_change(fake, tmp_path, capsys
     assert "new" in capsys.readouterr().out
 
 
+def test_check_sees_a_floor_that_was_widened(fake, tmp_path, capsys):
+    record.record("rms_norm/plain", folder=tmp_path)
+    path = tmp_path / calibrate.FLOORS
+    path.write_text(path.read_text().replace('"lanes":{}', '"lanes":{"x":{"out":{"rmse":0.5}}}', 1))
+    assert record.record("rms_norm/plain", folder=tmp_path, check=True) == 1
+    assert "another floor" in capsys.readouterr().out
+
+
 def _bent(recorded: record.Recorded, **told: object) -> record.Recorded:
     answer = dataclasses.replace(recorded.answer, told={**recorded.answer.told, **told})
     return dataclasses.replace(recorded, answer=answer)
@@ -194,7 +202,9 @@ def test_a_budget_that_is_overdrawn_is_told(tmp_path):
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "big.safetensors").write_bytes(b"0" * (budget.MAX_BYTES + 1))
     (tmp_path / "stuff").mkdir()
+    (tmp_path / "loose.bin").write_bytes(b"0")
     told = budget.faults(budget.usage(tmp_path))
+    assert any("beside: no folder of this name" in line for line in told)
     assert any("a file of 65537 bytes" in line for line in told)
     assert any("stuff: no folder of this name" in line for line in told)
     small = [budget.Usage("ops", 1, budget.TOTAL + 1, 1)]

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from toy_checkout import build, show, write
 
-from parity import evidence, report, report_md, svg
+from parity import evidence, mutate, report, report_data, report_md, svg
 from parity.checkout import Checkout
 from parity.report_html import COLOURS, SECTIONS
 from parity.status import STATUSES
@@ -106,25 +106,78 @@ def test_words_of_evidence_can_not_become_markup(root):
     assert "\\| x y" in markdown
 
 
-def test_models_show_their_error_by_layer_and_mutants_their_score(root):
-    details = {"layers": [1e-5, 1e-4, 1e-3], "floor_layers": [1e-6, 1e-5, 1e-5]}
-    rows = [("model.tiny", "bs1", details, "pass")]
-    rows += [(f"mutant.M{n}", "planted", {"category": "sign"}, "pass") for n in range(3)]
-    rows += [("mutant.M9", "planted", {"category": "mask"}, "fail")]
-    rows += [("mutant.H1", "honest", {"category": "honest"}, "pass")]
+FAULTS = {"M0": "sign", "M1": "sign", "M2": "sign", "M3": "mask", "H1": "honest"}
+
+
+def planted(root, verdicts, **changes):
+    """Faults of toy.py in the catalogue, and a row of evidence for each of `verdicts`."""
+    entry = "{{class: {}, file: vllmx/toy.py, find: x + x, replace: x - x, by: schedule}}"
+    lines = [f"  {name}: {entry.format(kind)}" for name, kind in FAULTS.items()]
+    write(root, "parity/mutants.yaml", "\n".join(["mutants:", *lines[:-1], "honest:", lines[-1]]))
     template = evidence.load(root / "parity" / "evidence")[0]
     plain = {k: v for k, v in template.items() if k not in ("id", "reason")}
     made = []
-    for name, mode, told, verdict in rows:
-        facts = {**plain, "feature": name, "mode": mode, "details": told, "verdict": verdict}
-        facts |= {"reason": "got past"} if verdict == "fail" else {}
-        made.append(evidence.make_row(**facts))
+    for mutant in mutate.catalogue(root / "parity" / "mutants.yaml"):
+        if mutant.name in verdicts:
+            facts = {**plain, "feature": f"mutant.{mutant.name}", "case": mutant.by}
+            facts |= {"provider": "vllmx", "mode": "honest" if mutant.honest else "planted"}
+            facts |= {"verdict": verdicts[mutant.name], "golden_sha": "", "device": {"name": "cpu"}}
+            facts |= {"closure": mutate.closure_of(mutant, root), **changes}
+            facts |= {"reason": "got past"} if facts["verdict"] != "pass" else {}
+            made.append(evidence.make_row(**facts))
     evidence.append(made, root / "parity" / "evidence")
+
+
+def test_models_show_their_error_by_layer(root):
+    details = {"layers": [1e-5, 1e-4, 1e-3], "floor_layers": [1e-6, 1e-5, 1e-5]}
+    template = evidence.load(root / "parity" / "evidence")[0]
+    facts = {k: v for k, v in template.items() if k not in ("id", "reason")}
+    facts |= {"feature": "model.tiny", "mode": "bs1", "details": details}
+    evidence.append([evidence.make_row(**facts)], root / "parity" / "evidence")
     page, _, markdown = pages(root)
-    assert "3 of 4 found (75.0 %)" in markdown and "M9: got past" in markdown
-    assert "Honest alternates: 1 = 1 accepted" in markdown
     assert page.tags["polyline"] == 2 and "the oracle's other lane" in page.words
     assert "model.tiny torch bs1 cpu" in page.words and "3 layers" in markdown
+
+
+def test_planted_faults_show_their_score(root):
+    planted(root, {"M0": "pass", "M1": "pass", "M2": "pass", "M3": "fail", "H1": "pass"})
+    page, _, markdown = pages(root)
+    assert "3 of 4 found (75.0 %)." in markdown and "M3: got past" in markdown
+    assert "3 of 4 found (75.0 %)." in page.words and "M3: got past" in page.words
+    assert "Honest alternates: 1 = 1 accepted" in markdown
+
+
+def test_the_score_is_of_all_faults_and_of_runs_that_count(root):
+    planted(root, {"M0": "pass", "M3": "invalid"})
+    page, _, markdown = pages(root)
+    assert "1 of 4 found (25.0 %), 3 not looked at." in markdown and "M3: got past" in page.words
+    write(root, "vllmx/toy.py", "def double(x):\n    return 2 * x + x + x\n")
+    assert "no data: 4 planted faults" in pages(root)[2]
+
+
+def test_faults_found_in_a_dirty_tree_are_not_found(root):
+    planted(root, dict.fromkeys(FAULTS, "pass"), run={"dirty": True})
+    page, _, markdown = pages(root)
+    assert "no data: 4 planted faults" in markdown and "no data: 4 planted faults" in page.words
+
+
+def test_markdown_has_the_areas_and_stays_short_however_much_is_wrong(root):
+    data = report_data.build(Checkout(root), Checkout(root).as_of())
+    assert "By area: engine 1 = 1 GREEN; model 1 = 1 MISSING; op 1 = 1 GREEN." in report_md.page(
+        data
+    )
+    red = {"cell": "c", "reason": "r", "broken": None, "command": "x"}
+    late = {"status": "STALE", "cells": 1, "cause": "c", "first": "f", "commands": []}
+    model = {"verdict": "fail", "status": "RED", "checks": {}, "layers": []}
+    place = {"torch on cpu": {"GREEN": 1}}
+    data |= {"red": [red] * 99, "stale": [late] * 99}
+    data |= {"models": {f"m{n}": model for n in range(99)}}
+    data |= {"providers": {f"op{n}": place for n in range(40)}}
+    data["mutation"] |= {"missed": ["m"] * 99, "looked": 9, "total": 9}
+    data["mutation"]["categories"] = {f"c{n}": {"missed": 1} for n in range(14)}
+    data["environment"] = [data["environment"][0]] * 99
+    page = report_md.page(data)
+    assert page.count("\n") <= 200 and "and 84 more" in page
 
 
 def test_a_chart_draws_every_count_once():

@@ -134,6 +134,12 @@ def test_a_failure_is_over_once_other_code_changed_and_it_passed_then():
     assert judged([failure, row(day=21)], closure=back).status == "RED"
 
 
+def test_a_failure_is_not_over_for_a_pass_with_uncommitted_changes():
+    failure = row("fail", day=20, closure={"fine": "f1", "coarse": "c0"})
+    before = row(day=19, closure={"fine": "f1", "coarse": "c0"})
+    assert judged([before, failure, row(day=21, run={"dirty": True})]).status == "RED"
+
+
 def test_a_renamed_provider_is_not_green():
     other = Cell("op.x", "plain/f32", "renamed", "cpu", "eager", "op", "ops/x", graded=True)
     assert judged([row()], (other,)).status == "UNPROVEN"

@@ -4,6 +4,7 @@
 import re
 import shlex
 import sys
+import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,6 +84,8 @@ def test_device_and_cache_keep_their_groups():
         ([], "needs a verb: one of census"),
         (["replay", "ops.rms_norm"], "begins with 'ops.rms_norm'. Did you mean op"),
         (["replay", "op.rms_norm/zzz"], "select=op.rms_norm/zzz: no case is called so"),
+        (["replay", "op.rms_norm/plain,op.rms_norm/zzz"], "select=op.rms_norm/zzz: no case"),
+        (["replay", "text.chat/zzz,op.embedding"], "select=text.chat/zzz: no case"),
         (["replay", "model.smollm2-135m,x.y"], "begins with 'x.y'."),
         (["replay", "rms_norm", "provider=nativ"], "Did you mean native?"),
         (["replay", "rms_norm", "provider=vllmx"], "nothing of what is selected has it"),
@@ -114,6 +117,19 @@ def test_what_evidence_goldens_and_limits_complain_of_is_the_users(monkeypatch):
     config.parity.verb = "nothing"
     with pytest.raises(UserError, match="has no parity/nothing"):
         parity.run(config)
+
+
+def test_a_bisect_without_its_oracle_is_blocked(monkeypatch, capsys):
+    from parity.oracle_process import OracleBlocked
+
+    def absent(entry, provider):
+        raise OracleBlocked("hf_model: transformers is not installed here")
+
+    monkeypatch.setattr("parity.bisect.bisect", absent)
+    config = RunConfig()
+    config.parity.verb, config.parity.select = "bisect", "tiny-llama"
+    assert parity.run(config) == 3
+    assert "blocked: hf_model: transformers" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------- the nightly run
@@ -174,6 +190,25 @@ def test_a_step_without_time_or_module_does_not_pass(monkeypatch):
     assert run_step(Step("x", ("unheard-of",)), 9.0, "cpu").code == 3
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
     assert run_step(Step("x", ("ledger",)), 5.0, "cpu").code not in (0, None)
+
+
+def test_nothing_of_a_step_outlives_its_box(monkeypatch, tmp_path):
+    """The children of a step, pytest or an engine, end with it."""
+    told, slow = tmp_path / "child", tmp_path / "slow"
+    slow.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {told}\nwait\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    assert run_step(Step("x", ("ledger",)), 1.0, "cpu").code is None
+    child = Path("/proc") / told.read_text().strip() / "stat"
+    for _ in range(50):
+        try:
+            state = child.read_text().split()[2]
+        except OSError:
+            return
+        if state == "Z":  # it has ended, and its parent has not noticed yet
+            return
+        time.sleep(0.1)
+    pytest.fail("a child of the step still runs")
 
 
 def test_unknown_steps_are_refused(capsys):
