@@ -183,10 +183,11 @@ class Tiles:
     warps: int = 4
 
 
-def tiles_of(num_rows: int, num_outputs: int, num_inputs: int) -> Tiles:
-    """The cut that was fastest on an H200, of those tried (reports/gpu/linear.md)."""
+def tiles_of(num_rows: int, num_outputs: int, num_inputs: int, gated: bool = False) -> Tiles:
+    """The cut that was fastest on an H200, of those tried (reports/gpu/linear.md); `gated` has two
+    tiles of weights at once."""
     whole = max(triton.next_power_of_2(num_inputs), 16)
-    if num_rows == 1 and num_outputs < 2048 and whole <= 4096:
+    if num_rows == 1 and num_outputs < 2048 and whole <= (1024 if gated else 4096):
         # Whole rows of the matrix: nothing is left to be added up.
         return Tiles(8, whole, 1, warps=8)
     if num_rows == 1:
@@ -234,7 +235,7 @@ def _run(
     weight = prepared.weight
     num_rows, num_inputs = x.shape
     num_outputs = weight.shape[0] // (2 if gated else 1)
-    cut = tiles_of(num_rows, num_outputs, num_inputs)
+    cut = tiles_of(num_rows, num_outputs, num_inputs, gated)
     tiles = triton.cdiv(num_outputs, cut.outputs)
     new: dict[str, Any] = {"device": x.device}
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, **new)
