@@ -36,6 +36,8 @@ STATUSES = (
 RANK = {name: rank for rank, name in enumerate(STATUSES)} | {"STALE": 4, "UNPROVEN": 4}
 """STALE and UNPROVEN are equally far from green, so that deleting old lines gains nothing."""
 BAD = ("fail", "error")
+ANY = "auto"
+"""Provider of a model's cell that may choose any for each op."""
 
 
 @dataclass(frozen=True)
@@ -370,6 +372,12 @@ def weakness(cell: Cell, row: Row) -> str:
         selected = row["proof"].get("selected")
         if selected != cell.provider:
             return f"asked for provider {cell.provider}, {selected or 'an unknown one'} ran"
+    if cell.kind == "model":
+        chosen = row["proof"].get("selected") or {}
+        others = {op for op, name in chosen.items() if cell.provider not in (name, ANY)}
+        if not chosen or others:
+            told = ", ".join(sorted(others)) or "no op"
+            return f"asked for provider {cell.provider}, another one served {told}"
     if fallbacks := row["proof"].get("fallbacks"):
         return f"the provider fell back: {fallbacks}"
     return ""
