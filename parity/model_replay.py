@@ -17,7 +17,7 @@ from .evidence import Row, make_row
 from .golden import GoldenError
 from .model_gate import judge, stream_errors
 from .model_golden import Scores, load, weights_sha
-from .model_table import GOLDEN_LANE, MODELS, ModelCell, ModelEntry
+from .model_table import FLOOR_LANE, GOLDEN_LANE, MODELS, ModelCell, ModelEntry
 from .op_replay import C_SOURCES
 from .oracle_process import OracleBlocked
 
@@ -138,7 +138,10 @@ class ModelLane:
             "fail" if failed else "pass",
             reason,
             checks={name: check.as_dict() for name, check in checks.items()},
-            oracle={k: str(want.facts["oracle"][k]) for k in ("name", "version", "lane")},
+            oracle={
+                **{k: str(want.facts["oracle"][k]) for k in ("name", "version", "lane")},
+                "floor": floor.sha256,
+            },
             golden_sha=want.sha256,
             teeth=_teeth(want, floor, limits),
             proof=_proof(llm),
@@ -149,7 +152,12 @@ class ModelLane:
     def _row(self, cell: ModelCell, verdict: str, reason: str, **facts: Any) -> Row:
         row: dict[str, Any] = {
             "golden_sha": self.index.get(cell.entry.golden(GOLDEN_LANE), ""),
-            "oracle": {"name": "", "version": "", "lane": GOLDEN_LANE},
+            "oracle": {
+                "name": "",
+                "version": "",
+                "lane": GOLDEN_LANE,
+                "floor": self.index.get(cell.entry.golden(FLOOR_LANE), ""),
+            },
             "checks": {},
             "proof": {"selected": "", "calls": 0},
             **facts,

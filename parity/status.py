@@ -101,6 +101,8 @@ class Golden:
     """Why it can't be used: damaged, of another schema, ..."""
     floor: bool = True
     """Whether the oracle's own noise was measured."""
+    floor_sha: str = ""
+    """sha256 of that noise, of which the limits are multiples; empty where it is none."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,7 @@ def judge(
     def done(name: str, reason: str, row: Row | None = None) -> CellStatus:
         return CellStatus(cell, name, reason, (*steps, f"{name}: {reason}"), row)
 
-    golden_sha = ""
+    golden_sha, floor_sha = "", None
     if cell.golden:
         golden = goldens.get(cell.golden)
         if golden is None:
@@ -288,10 +290,11 @@ def judge(
         if golden.problem:
             return done("RED", f"golden {cell.golden}: {golden.problem}")
         golden_sha = golden.sha
+        floor_sha = golden.floor_sha if cell.graded else None
         steps.append(f"the golden {cell.golden} is whole, sha256 {golden_sha[:12]}")
     if closure is None:
         return done("UNPROVEN", "there is no code here whose closure could be compared")
-    expected = Expected(closure, golden_sha, policy.sha if cell.graded else None)
+    expected = Expected(closure, golden_sha, policy.sha if cell.graded else None, floor_sha)
     current = [row for row in rows if not expected.cause(row)]
     steps.append(f"{len(rows)} rows of evidence, {len(current)} of them of what is here now")
 
@@ -336,6 +339,7 @@ class Expected:
     closure: Mapping[str, str]
     golden_sha: str
     policy_sha: str | None
+    floor_sha: str | None = None
 
     def cause(self, row: Row) -> str:
         """Why `row` is of something else; empty if it is not."""
@@ -345,6 +349,8 @@ class Expected:
             return "the golden has changed"
         if self.policy_sha is not None and row["policy_sha"] != self.policy_sha:
             return "the limits have changed"
+        if self.floor_sha is not None and row["oracle"].get("floor", "") != self.floor_sha:
+            return "the oracle's noise, of which the limits are multiples, has changed"
         return ""
 
 
