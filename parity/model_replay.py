@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from . import closure, evidence, golden, policy
+from .compare import Check
 from .evidence import Row, make_row
 from .golden import GoldenError
 from .model_gate import judge, stream_errors
@@ -101,19 +102,16 @@ class ModelLane:
             llm.shutdown()
 
     def _one(self, cell: ModelCell, llm: Any, want: Scores, floor: Scores) -> Row:
-        from .model_engine import decoded, scored, sketches
+        from .model_engine import shown, sketches
 
         started = time.monotonic()
         limits = self.policy.models[cell.provider]
-        prompts = cell.entry.prompts()
-        count = cell.entry.max_tokens
         details: dict[str, Any] = {}
         checks: dict[str, Any] = {}
-        parts: dict[str, Any] = {}
+        parts, misses = shown(cell.mode, llm, want, cell.entry.prompts(), cell.entry.max_tokens)
         if cell.mode == "prefix":
-            decoded(llm, want, prompts, 1)  # fills the cache that the next call reads
+            checks["cache_misses"] = Check(float(misses), 0.0)
         if cell.mode == "bs1":
-            parts["prefill"] = scored(llm, want, one_by_one=True)
             errors = stream_errors(want.stream, sketches(llm, want.sequences[-1]))
             floors = stream_errors(want.stream, floor.stream)
             details["layers"] = [round(float(e), 9) for e in errors]
@@ -121,10 +119,6 @@ class ModelLane:
             over = [i for i, e in enumerate(errors) if e > max(2 * floors[i], limits.stream)]
             if over:
                 details["drift"] = f"stream of layer {over[0]}"
-        elif cell.mode != "prefix":
-            parts["prefill"] = scored(llm, want, one_by_one=False)
-        if cell.mode != "bs1":
-            parts["decode"] = decoded(llm, want, prompts, count)
         for part, ours in parts.items():
             checks |= {f"{part}.{k}": c for k, c in judge(want, floor, ours, limits).items()}
             details[f"{part}.positions"] = len(ours.where)
