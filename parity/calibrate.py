@@ -9,6 +9,7 @@ golden without an entry has an unknown floor, and what is shown with it is unpro
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -62,6 +63,11 @@ class Floors:
         """Whether the noise was measured of this golden, and not of one that was there before."""
         entry = self.entries.get(golden, {})
         return entry.get("golden_sha") == golden_sha and bool(entry.get("repeat"))
+
+    def sha(self, golden: str) -> str:
+        """sha256 of what other lanes of a golden are off by; empty where there are none."""
+        lanes = self.entries.get(golden, {}).get("lanes")
+        return hashlib.sha256(canonical(lanes)).hexdigest() if lanes else ""
 
     def of(self, golden: str, golden_sha: str, output: str) -> Floor | None:
         """The floor of an output; None where it was never measured, or of another golden."""

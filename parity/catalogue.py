@@ -151,7 +151,7 @@ class Listed:
             path = folder / name
             sha = _sha(path)
             problem = _problem(path, sha, index.get(name))
-            yield f"ops/{name}", Golden(sha, problem, floors.known(name, sha))
+            yield f"ops/{name}", Golden(sha, problem, floors.known(name, sha), floors.sha(name))
         for name in golden_files.strays(folder, self.expected_op_goldens()):
             yield f"ops/{name}", Golden("", "no case expects it")
 
@@ -171,10 +171,9 @@ class Listed:
             path = folder / name
             sha = _sha(path)
             other = path.with_name(f"{FLOOR_LANE}.safetensors")
-            yield (
-                f"models/{name}",
-                Golden(sha, _problem(path, sha, index.get(name)), other.is_file()),
-            )
+            problem = _problem(path, sha, index.get(name))
+            noise = _sha(other) if other.is_file() else ""
+            yield f"models/{name}", Golden(sha, problem, bool(noise), noise)
         for name in golden_files.strays(folder, wanted):
             yield f"models/{name}", Golden("", "no model expects this file")
 

@@ -13,7 +13,8 @@ A row is a plain dict:
     golden_sha  sha256 of the golden's file; "" where the expectation is a test, not a golden
     closure     {"fine": sha256, "coarse": sha256} of what ran (parity/closure.py)
     policy_sha  sha256 of the limits (parity/policy.yaml)
-    oracle      {"name", "version", "lane"} that the golden names
+    oracle      {"name", "version", "lane"} that the golden names; "floor": sha256 of the noise
+                that is under the limits, where they are multiples of some
     verdict     pass | fail | error | skip | invalid | retract
     checks      {name: {"measured", "limit", "headroom"}}; headroom = limit / measured
     teeth       {wrong copy: caught}; an exact case has them too

@@ -60,6 +60,33 @@ def scored(llm: LLM, want: Scores, one_by_one: bool) -> Ours:
     return rows.ours()
 
 
+def shown(
+    mode: str, llm: LLM, want: Scores, prompts: list[list[int]], count: int
+) -> tuple[dict[str, Ours], int]:
+    """(scores by part of what a mode asks, prompts that should have hit the cache and did not)."""
+    misses = 0
+    if mode == "bs1":
+        return {"prefill": scored(llm, want, one_by_one=True)}, misses
+    parts = {}
+    if mode == "prefix":
+        # Half of what the oracle generated is given: a prompt may be less than a block.
+        given = count // 2
+        prompts = [want.sequences[i][: len(p) + given] for i, p in enumerate(prompts)]
+        count -= given
+        misses = cache_misses(llm, prompts)
+    else:
+        parts["prefill"] = scored(llm, want, one_by_one=False)
+    parts["decode"] = decoded(llm, want, prompts, count)
+    return parts, misses
+
+
+def cache_misses(llm: LLM, prompts: list[list[int]]) -> int:
+    """How many of `prompts`, asked twice, take no token from the cache the second time."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    _generate(llm, prompts, params)
+    return sum(not output.num_cached_tokens for output in _generate(llm, prompts, params))
+
+
 def decoded(llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int) -> Ours:
     """Our scores at the tokens that we generate, as long as they are the golden's.
 

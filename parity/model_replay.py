@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from . import closure, evidence, golden, policy
+from .compare import Check
 from .evidence import Row, make_row
 from .golden import GoldenError
 from .model_gate import judge, stream_errors
 from .model_golden import Scores, load, weights_sha
-from .model_table import GOLDEN_LANE, MODELS, ModelCell, ModelEntry
+from .model_table import FLOOR_LANE, GOLDEN_LANE, MODELS, ModelCell, ModelEntry
 from .op_replay import C_SOURCES
 from .oracle_process import OracleBlocked
 
@@ -101,19 +102,16 @@ class ModelLane:
             llm.shutdown()
 
     def _one(self, cell: ModelCell, llm: Any, want: Scores, floor: Scores) -> Row:
-        from .model_engine import decoded, scored, sketches
+        from .model_engine import shown, sketches
 
         started = time.monotonic()
         limits = self.policy.models[cell.provider]
-        prompts = cell.entry.prompts()
-        count = cell.entry.max_tokens
         details: dict[str, Any] = {}
         checks: dict[str, Any] = {}
-        parts: dict[str, Any] = {}
+        parts, misses = shown(cell.mode, llm, want, cell.entry.prompts(), cell.entry.max_tokens)
         if cell.mode == "prefix":
-            decoded(llm, want, prompts, 1)  # fills the cache that the next call reads
+            checks["cache_misses"] = Check(float(misses), 0.0)
         if cell.mode == "bs1":
-            parts["prefill"] = scored(llm, want, one_by_one=True)
             errors = stream_errors(want.stream, sketches(llm, want.sequences[-1]))
             floors = stream_errors(want.stream, floor.stream)
             details["layers"] = [round(float(e), 9) for e in errors]
@@ -121,10 +119,6 @@ class ModelLane:
             over = [i for i, e in enumerate(errors) if e > max(2 * floors[i], limits.stream)]
             if over:
                 details["drift"] = f"stream of layer {over[0]}"
-        elif cell.mode != "prefix":
-            parts["prefill"] = scored(llm, want, one_by_one=False)
-        if cell.mode != "bs1":
-            parts["decode"] = decoded(llm, want, prompts, count)
         for part, ours in parts.items():
             checks |= {f"{part}.{k}": c for k, c in judge(want, floor, ours, limits).items()}
             details[f"{part}.positions"] = len(ours.where)
@@ -138,7 +132,10 @@ class ModelLane:
             "fail" if failed else "pass",
             reason,
             checks={name: check.as_dict() for name, check in checks.items()},
-            oracle={k: str(want.facts["oracle"][k]) for k in ("name", "version", "lane")},
+            oracle={
+                **{k: str(want.facts["oracle"][k]) for k in ("name", "version", "lane")},
+                "floor": floor.sha256,
+            },
             golden_sha=want.sha256,
             teeth=_teeth(want, floor, limits),
             proof=_proof(llm),
@@ -149,7 +146,12 @@ class ModelLane:
     def _row(self, cell: ModelCell, verdict: str, reason: str, **facts: Any) -> Row:
         row: dict[str, Any] = {
             "golden_sha": self.index.get(cell.entry.golden(GOLDEN_LANE), ""),
-            "oracle": {"name": "", "version": "", "lane": GOLDEN_LANE},
+            "oracle": {
+                "name": "",
+                "version": "",
+                "lane": GOLDEN_LANE,
+                "floor": self.index.get(cell.entry.golden(FLOOR_LANE), ""),
+            },
             "checks": {},
             "proof": {"selected": "", "calls": 0},
             **facts,

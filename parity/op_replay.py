@@ -55,7 +55,12 @@ class Lane:
             "provider": cell.provider,
             "golden_sha": self.index.get(cell.golden, ""),
             "closure": closure_of(cell),
-            "oracle": {"name": cell.entry.oracle, "version": "", "lane": cell.entry.lane},
+            "oracle": {
+                "name": cell.entry.oracle,
+                "version": "",
+                "lane": cell.entry.lane,
+                "floor": self._floor_sha(cell),
+            },
             "checks": {},
             "proof": {"selected": "", "calls": 0},
         }
@@ -107,7 +112,7 @@ class Lane:
         checks["repeat"] = Check(float(unlike), 0.0)
         failed = [name for name, check in checks.items() if not check.ok]
         row: dict[str, Any] = {
-            "oracle": _oracle_facts(found),
+            "oracle": {**_oracle_facts(found), "floor": self._floor_sha(cell)},
             "checks": {name: check.as_dict() for name, check in checks.items()},
             "teeth": judge.teeth(),
             "proof": {"selected": cell.provider, "calls": call.calls, "code": _symbol(cell)},
@@ -122,6 +127,9 @@ class Lane:
             missed = ", ".join(toothless) or "anything"
             row |= {"verdict": "error", "reason": f"the case is degenerate: it lets {missed} pass"}
         return row
+
+    def _floor_sha(self, cell: OpCell) -> str:
+        return self.floors.sha(cell.golden) if self.floors is not None else ""
 
     def _expected(self, cell: OpCell) -> tuple[Golden, Arguments, Truths | None]:
         """The golden, the arguments drawn anew, and the truth; GoldenError where they don't fit."""

@@ -60,16 +60,20 @@ def call(oracle: str, *arguments: Path, seconds: float = SECONDS, **environment:
     python = python_of(oracle)
     if not Path(python).is_file():
         raise OracleBlocked(f"{oracle}: there is no {python}; make it with `nox -s oracle`")
-    done = subprocess.run(
-        [python, "-m", f"oracles.{oracle}", *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0", **environment},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
+    try:
+        done = subprocess.run(
+            [python, "-m", f"oracles.{oracle}", *map(str, arguments)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0", **environment},
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise GoldenError(f"{oracle} gave no answer in {seconds:.0f} s") from error
     if done.returncode == 2:
-        raise OracleBlocked(f"{oracle}: {done.stderr.strip().splitlines()[-1:]}")
+        last = (done.stderr.strip().splitlines() or ["it can't run here"])[-1]
+        raise OracleBlocked(f"{oracle}: {last}")
     if done.returncode:
         raise GoldenError(f"{oracle} ended with {done.returncode}: {done.stderr[-2000:]}")
 

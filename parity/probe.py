@@ -33,7 +33,7 @@ from .evidence import Row
 from .inputs import Arguments
 from .op_cells import OpCell, expected, implementation
 from .op_replay import closure_of
-from .replay import exit_code
+from .replay import device_of, exit_code
 from .torch_calls import Call, Outputs
 
 ROWS = {
@@ -212,9 +212,12 @@ def judge(probe: Probe, first: Outputs, second: Outputs) -> tuple[str, str]:
 
 
 def run(config: RunConfig) -> int:
-    """0: all laws hold; 1: one is broken; 2: a control passed, or nothing was selected."""
+    """0: all laws hold; 1: one is broken; 2: a control passed, or nothing was selected;
+    3: the device is not here."""
     options = config.parity
-    device = "cuda" if config.device.device == "cuda" else "cpu"
+    device = device_of(config)
+    if device is None:
+        return 3
     facts = evidence.run_facts()
     rows: list[Row] = []
     for cell in expected(device, options.select, options.provider):

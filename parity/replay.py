@@ -118,13 +118,21 @@ def no_cell(device: str, select: str | None, provider: str | None) -> UserError:
     )
 
 
-def run(config: RunConfig) -> int:
-    """The verb."""
+def device_of(config: RunConfig) -> str | None:
+    """The device that cells run on, a GPU where there is one; None, and why, where it is absent."""
     device = config.device.device
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         print("there is no cuda device here")
+        return None
+    return device
+
+
+def run(config: RunConfig) -> int:
+    """The verb."""
+    device = device_of(config)
+    if device is None:
         return 3
     started = time.monotonic()
     select, provider = config.parity.select, config.parity.provider

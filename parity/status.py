@@ -36,6 +36,8 @@ STATUSES = (
 RANK = {name: rank for rank, name in enumerate(STATUSES)} | {"STALE": 4, "UNPROVEN": 4}
 """STALE and UNPROVEN are equally far from green, so that deleting old lines gains nothing."""
 BAD = ("fail", "error")
+ANY = "auto"
+"""Provider of a model's cell that may choose any for each op."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,8 @@ class Golden:
     """Why it can't be used: damaged, of another schema, ..."""
     floor: bool = True
     """Whether the oracle's own noise was measured."""
+    floor_sha: str = ""
+    """sha256 of that noise, of which the limits are multiples; empty where it is none."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +282,7 @@ def judge(
     def done(name: str, reason: str, row: Row | None = None) -> CellStatus:
         return CellStatus(cell, name, reason, (*steps, f"{name}: {reason}"), row)
 
-    golden_sha = ""
+    golden_sha, floor_sha = "", None
     if cell.golden:
         golden = goldens.get(cell.golden)
         if golden is None:
@@ -286,10 +290,11 @@ def judge(
         if golden.problem:
             return done("RED", f"golden {cell.golden}: {golden.problem}")
         golden_sha = golden.sha
+        floor_sha = golden.floor_sha if cell.graded else None
         steps.append(f"the golden {cell.golden} is whole, sha256 {golden_sha[:12]}")
     if closure is None:
         return done("UNPROVEN", "there is no code here whose closure could be compared")
-    expected = Expected(closure, golden_sha, policy.sha if cell.graded else None)
+    expected = Expected(closure, golden_sha, policy.sha if cell.graded else None, floor_sha)
     current = [row for row in rows if not expected.cause(row)]
     steps.append(f"{len(rows)} rows of evidence, {len(current)} of them of what is here now")
 
@@ -334,6 +339,7 @@ class Expected:
     closure: Mapping[str, str]
     golden_sha: str
     policy_sha: str | None
+    floor_sha: str | None = None
 
     def cause(self, row: Row) -> str:
         """Why `row` is of something else; empty if it is not."""
@@ -343,6 +349,8 @@ class Expected:
             return "the golden has changed"
         if self.policy_sha is not None and row["policy_sha"] != self.policy_sha:
             return "the limits have changed"
+        if self.floor_sha is not None and row["oracle"].get("floor", "") != self.floor_sha:
+            return "the oracle's noise, of which the limits are multiples, has changed"
         return ""
 
 
@@ -370,6 +378,12 @@ def weakness(cell: Cell, row: Row) -> str:
         selected = row["proof"].get("selected")
         if selected != cell.provider:
             return f"asked for provider {cell.provider}, {selected or 'an unknown one'} ran"
+    if cell.kind == "model":
+        chosen = row["proof"].get("selected") or {}
+        others = {op for op, name in chosen.items() if cell.provider not in (name, ANY)}
+        if not chosen or others:
+            told = ", ".join(sorted(others)) or "no op"
+            return f"asked for provider {cell.provider}, another one served {told}"
     if fallbacks := row["proof"].get("fallbacks"):
         return f"the provider fell back: {fallbacks}"
     return ""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parity import closure, evidence, golden, op_replay, policy
+from parity import calibrate, closure, evidence, golden, op_replay, policy
 from parity.catalogue import Listed
 from parity.cells import spell_out
 from parity.features import Declared
@@ -124,6 +124,19 @@ def test_a_widened_tolerance_makes_the_op_stale_until_it_is_replayed(root):
     found, reason = told(root, rows)
     assert found == "STALE" and "the limits have changed" in reason
     assert told(root, rows + replayed(root))[0] == "GREEN"
+
+
+def test_a_widened_floor_makes_the_op_stale_until_it_is_replayed(root):
+    rows = replayed(root)
+    assert told(root, rows)[0] in ("GREEN", "DRIFT")
+    folder = root / "parity" / "goldens" / "ops"
+    entries = calibrate.Floors(folder).entries
+    name = CELLS[0].golden
+    wide = {"wide": {"out": {"rmse": 0.5, "row": 0.5, "worst": 0.5, "gain": 0.5}}}
+    calibrate.write({name: {**entries[name], "lanes": wide}}, folder)
+    status, reason = told(root, rows)
+    assert status == "STALE" and "noise" in reason
+    assert told(root, [*rows, *replayed(root)])[0] in ("GREEN", "DRIFT")
 
 
 def test_a_floor_of_the_golden_before_is_none(root):

@@ -65,6 +65,12 @@ def test_a_selector_takes_whole_names(selector, test_id, expected):
     assert matches(selector, test_id) is expected
 
 
+def test_an_id_that_is_gone_keeps_no_other_from_being_looked_at(root):
+    found = run_tests(root, ["tests/test_toy.py::gone", "tests/test_toy.py::test_one"], 300.0)
+    assert summarise("tests/test_toy.py::test_one", found).verdict == "pass"
+    assert summarise("tests/test_toy.py::gone", found).verdict == "invalid"
+
+
 def results(*outcomes, **facts):
     return [Result(f"t.py::test_{n}", outcome, **facts) for n, outcome in enumerate(outcomes)]
 

@@ -18,6 +18,7 @@ from parity.model_replay import ModelLane, closure_of
 from parity.model_table import MODELS, POSITIONS, expected
 
 TINY = MODELS["tiny-llama"]
+BLOCK = 16
 LIMITS = policy.load().models["torch"]
 
 
@@ -122,6 +123,26 @@ def test_replay_is_green_in_every_mode_and_red_with_a_layer_off_by_a_hundredth()
         assert failed(want, floor, decoded(llm, want, TINY.prompts(), TINY.max_tokens))
     finally:
         llm.shutdown()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_of_the_prefix_mode_fill_a_block(name: str) -> None:
+    """Shorter ones are never cached, and the mode would show what `batch` shows."""
+    entry = MODELS[name]
+    shortest = min(len(prompt) for prompt in entry.prompts()) + entry.max_tokens // 2
+    assert shortest > BLOCK
+
+
+def test_a_cache_that_is_never_hit_fails_the_prefix_mode(goldens) -> None:
+    want, floor = goldens
+    (cell,) = [c for c in expected("tiny-llama", "torch") if c.mode == "prefix"]
+    lane = ModelLane()
+    for cached, verdict in ((True, "pass"), (False, "fail")):
+        llm = build(TINY, "torch", "cpu", chunked=cached)
+        row = lane._one(cell, llm, want, floor)
+        llm.shutdown()
+        assert row["verdict"] == verdict, row.get("reason")
+        assert row["checks"]["cache_misses"]["measured"] == (0 if cached else 6)
 
 
 def test_the_layer_with_a_planted_fault_is_blamed_and_none_without() -> None:

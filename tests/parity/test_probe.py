@@ -5,6 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from parity import probe
 from parity.dtypes import array
@@ -111,3 +112,15 @@ def test_the_verb_says_how_many_hold(tmp_path, capsys):
     assert "probes hold" in capsys.readouterr().out and list(tmp_path.glob("*.jsonl"))
     config.parity.select = "op.nothing"
     assert probe.run(config) == 2
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_gpu_that_is_there_is_probed_and_one_that_is_not_blocks(monkeypatch, there):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    asked = []
+    monkeypatch.setattr(probe, "expected", lambda device, *words: asked.append(device) or [])
+    config = RunConfig()
+    probe.run(config)
+    config.device.device = "cuda"
+    assert probe.run(config) == (2 if there else 3)
+    assert asked == (["cuda", "cuda"] if there else ["cpu"])

@@ -93,6 +93,18 @@ def test_an_oracle_that_cannot_be_asked_blocks_and_writes_nothing(fake, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_oracle_that_does_not_end_or_is_absent_says_so_in_words(monkeypatch, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 20\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(oracle_process, "python_of", lambda oracle: str(python))
+    with pytest.raises(golden.GoldenError, match="fake gave no answer in 1 s"):
+        oracle_process.call("fake", seconds=0.6)
+    python.write_text("#!/bin/sh\necho a; echo no vllm here >&2; exit 2\n")
+    with pytest.raises(oracle_process.OracleBlocked, match=r"^fake: no vllm here$"):
+        oracle_process.call("fake")
+
+
 def test_nothing_selected_is_not_success(fake, tmp_path):
     assert record.record("no_such_op", folder=tmp_path) == 2
 

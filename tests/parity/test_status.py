@@ -140,6 +140,22 @@ def test_a_failure_is_not_over_for_a_pass_with_uncommitted_changes():
     assert judged([before, failure, row(day=21, run={"dirty": True})]).status == "RED"
 
 
+@pytest.mark.parametrize(
+    ("provider", "selected", "expected"),
+    [
+        ("torch", {"linear": "torch", "rms_norm": "torch"}, "GREEN"),
+        ("torch", {"linear": "torch", "rms_norm": "native"}, "UNPROVEN"),
+        ("torch", {}, "UNPROVEN"),
+        ("torch", "", "UNPROVEN"),
+        ("auto", {"linear": "fbgemm", "rms_norm": "native"}, "GREEN"),
+        ("auto", {}, "UNPROVEN"),
+    ],
+)
+def test_a_model_shows_only_the_provider_that_served_its_ops(provider, selected, expected):
+    cell = Cell("model.x", "forced", provider, "cpu", "bs1", "model", "ops/x", graded=True)
+    assert judged([row(cell=cell, proof={"selected": selected})], (cell,)).status == expected
+
+
 def test_a_renamed_provider_is_not_green():
     other = Cell("op.x", "plain/f32", "renamed", "cpu", "eager", "op", "ops/x", graded=True)
     assert judged([row()], (other,)).status == "UNPROVEN"
