@@ -4,7 +4,8 @@
 Every limit is a multiple of the floor, which is how far two oracles are from each other, or the
 smallest amount that is worth a word for the arithmetic in use (policy.yaml, `models`), whichever is
 more. Rare faults hide from means and percentiles: hence the count of large differences. A flip of
-the most likely token is a fault only if both sides were sure of theirs.
+the most likely token is a fault only if both sides were sure of theirs. However far two oracles
+are from each other, the limits end at `mean_cap` and `p99_cap`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import numpy as np
 from .compare import Check
 from .model_golden import Scores
 from .policy import ModelLimits
+
+COVERAGE = 0.60
+"""Share of the probability that the oracle's listed ids must hold to be held against a model."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +70,17 @@ def judge(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[s
     checks["finite"] = Check(float(not np.isfinite(got.val[:, 0]).all() or not len(seen)), 0.0)
     if checks["finite"].measured:
         return checks
-    mean_limit = max(limits.mean_factor * float(floors.mean()), limits.mean)
+    mean_limit = min(max(limits.mean_factor * float(floors.mean()), limits.mean), limits.mean_cap)
     checks["mean"] = Check(float(seen.mean()), mean_limit)
     p99_floor = float(np.quantile(top_floor, 0.99))
-    p99_limit = max(limits.p99_factor * p99_floor, limits.p99)
+    p99_limit = min(max(limits.p99_factor * p99_floor, limits.p99), limits.p99_cap)
     known = top_difference[~np.isnan(top_difference)]
     checks["p99"] = Check(float(np.quantile(known, 0.99)) if len(known) else math.inf, p99_limit)
     large = max(4 * p99_floor, limits.p99)
     floor_count = int((top_floor > large).sum())
     count = int((np.nan_to_num(top_difference, nan=np.inf) > large).sum())
     checks["exceedance"] = Check(float(count), float(max(binomial_bound(n, floor_count / n), 1)))
+    checks["coverage"] = Check(float(_uncovered(val, ours, mean_limit)), 0.0)
     checks |= _flips(want, floor, got, limits)
     checks["next"] = Check(float(np.abs(got.next - want.next[at]).mean()), mean_limit)
     kl_ours, kl_golden = _kl(floor.val[at], ours), _kl(floor.val[at], val)
@@ -111,6 +116,13 @@ def _flips(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[
         "ties": Check(float(excused), float(binomial_bound(n, max(floor_rate, 1 / n)))),
         "unlike": Check(1.0 - share, 1.0 - wanted),
     }
+
+
+def _uncovered(want: np.ndarray, got: np.ndarray, slack: float) -> int:
+    """Positions whose listed ids hold most of the oracle's mass, but not of ours."""
+    theirs = np.exp(want).sum(axis=1)
+    mine = np.exp(np.where(np.isnan(got), -np.inf, got)).sum(axis=1)
+    return int(((theirs >= COVERAGE) & (mine < COVERAGE * math.exp(-slack))).sum())
 
 
 def _kl(p: np.ndarray, q: np.ndarray) -> np.ndarray:

@@ -36,6 +36,8 @@ class ModelLimits:
     p99_factor: float
     mean: float
     p99: float
+    mean_cap: float
+    p99_cap: float
     tie: float
     missing: float
     stream: float

@@ -58,6 +58,28 @@ def test_each_rule_of_the_gate_refuses_what_it_is_for(goldens) -> None:
     assert "next" in failed(want, floor, dataclasses.replace(good, next=good.next - 0.01))
 
 
+def test_no_floor_excuses_more_than_the_caps(goldens) -> None:
+    """Two oracles that are a whole unit apart would else allow a model half of that more."""
+    want, floor = goldens
+    good = perfect(want)
+    apart = dataclasses.replace(floor, val=want.val - 1.0)
+    off = dataclasses.replace(good, val=good.val - 0.07, next=good.next - 0.07)
+    assert {"mean", "next"} <= failed(want, apart, off)
+    assert {"mean", "next"}.isdisjoint(
+        failed(want, apart, dataclasses.replace(good, val=good.val - 0.05, next=good.next - 0.05))
+    )
+    top = good.val.copy()
+    top[: len(top) // 50 + 1, 0] -= 0.21
+    assert "p99" in failed(want, apart, dataclasses.replace(good, val=top))
+
+
+def test_mass_that_left_the_oracles_ids_is_seen(goldens) -> None:
+    want, floor = goldens
+    assert (np.exp(want.val).sum(axis=1) >= 0.6).any()
+    thin = want.val.astype(np.float64) - 1.0
+    assert "coverage" in failed(want, floor, dataclasses.replace(perfect(want), val=thin))
+
+
 def test_a_flip_is_excused_only_where_one_side_was_not_sure(goldens) -> None:
     want, floor = goldens
     margins = want.val[:, 0] - want.val[:, 1]
