@@ -53,6 +53,11 @@ COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+# Exit codes of the runs of a sweep: done, blocked (it showed nothing), invalid, failed. The last that
+# occurs is the sweep's: a failure is not to hide behind a run that could not be made.
+FROM_BEST_TO_WORST = (0, 3, 2, 1)
+
+
 @dataclass
 class Arguments:
     """A command line, sorted; values are checked but nothing is composed yet."""
@@ -470,6 +475,6 @@ def execute(command: str, runs: list[tuple[str, RunConfig]]) -> int:
             sys.stdout.flush()
             print(f"vllmx: run {number}/{len(runs)}: {label}", file=sys.stderr, flush=True)
         with _traceback_if(run.debug.traceback):
-            worst = max(worst, task.run(run, started))
+            worst = max(worst, task.run(run, started), key=FROM_BEST_TO_WORST.index)
         started = time.monotonic()
     return worst

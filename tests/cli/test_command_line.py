@@ -305,3 +305,16 @@ def test_cfg_job_prints_what_was_given(capsys) -> None:
     assert main(["generate", "smollm2-135m", "--cfg", "job", "--prompt", text, "--seed=3"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["prompt"] == text and shown["model"]["seed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("codes", "worst"), [((0, 0), 0), ((3, 0), 3), ((2, 3), 2), ((1, 3), 1), ((0, 1, 2), 1)]
+)
+def test_a_sweep_ends_with_the_worst_of_its_codes(codes, worst, monkeypatch) -> None:
+    """A failed run is not hidden by a blocked one, though 3 is more than 1."""
+    from vllmx import cli
+    from vllmx.tasks import info
+
+    left = iter(codes)
+    monkeypatch.setattr(info, "run", lambda run, started: next(left))
+    assert cli.execute("info", [("", RunConfig())] * len(codes)) == worst
