@@ -53,7 +53,7 @@ COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-# Exit codes of a sweep's runs: done, blocked (it showed nothing), invalid, failed. The last of these
+# Exit codes of a sweep's runs: done, blocked (it showed nothing), invalid, failed. The last of them
 # that occurs is the sweep's: a failure is not to hide behind a run that could not be made.
 FROM_BEST_TO_WORST = (0, 3, 2, 1)
 
