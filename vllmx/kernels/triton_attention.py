@@ -14,6 +14,7 @@ in float32, base 2. In Triton's interpreter (`WIDE`) products are taken in float
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -357,14 +358,22 @@ if SUPPORTED is True:
         tl.store(out_ptr + places[:, None] + columns[None, :], out.to(compute), mask=mask)
 
 
-def num_splits(programs: int, max_seq_len: int, processors: int) -> int:
-    """Parts that each request's keys are split into: enough to fill the device, a power of two.
+@cache
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return INTERPRETED_PROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def num_splits(programs: int, max_seq_len: int, enough: int) -> int:
+    """Parts that each request's keys are split into: for `enough` programs, a power of two.
 
     programs: requests times key heads.
     """
     useful = max_seq_len // DECODE_KEYS
     splits = 1
-    while splits < MAX_SPLITS and splits * 2 <= useful and splits * programs < processors * 3 // 2:
+    while splits < MAX_SPLITS and splits * 2 <= useful and splits * programs < enough:
         splits *= 2
     return splits
 

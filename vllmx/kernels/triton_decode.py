@@ -19,7 +19,7 @@ from torch import Tensor
 from vllmx.ir.op import OpContext
 from vllmx.ir.ops.decode import qk_norm_rope_decode
 from vllmx.kernels.dependent_launch import after_the_last
-from vllmx.kernels.triton_attention import DECODE_KEYS, INTERPRETED_PROCESSORS, MAX_SPLITS
+from vllmx.kernels.triton_attention import num_splits, processors_of
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -34,6 +34,8 @@ else:
 
 KEYS = 64
 """Keys that a program looks at together."""
+PROGRAMS = 3
+"""Programs of a multiprocessor that requests are split for."""
 MAX_GROUP = 16
 """Query heads that may share a key head."""
 
@@ -290,22 +292,6 @@ if SUPPORTED is True:
                         tl.store(to_out + HALF, tl.sum(p2 * shares[:, None], axis=0).to(compute))
 
 
-def num_splits(programs: int, max_seq_len: int, processors: int) -> int:
-    """Parts of a request's keys, a power of two: up to three programs for each multiprocessor."""
-    useful = max_seq_len // DECODE_KEYS
-    splits = 1
-    while splits < MAX_SPLITS and splits * 2 <= useful and splits * programs < processors * 3:
-        splits *= 2
-    return splits
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @cache
 def _counters(device: torch.device, number: int) -> Tensor:
     """Zeros, which every launch leaves as zeros."""
@@ -333,7 +319,7 @@ def _qk_norm_rope_decode(
     num_heads = width // head_size - 2 * kv_heads
     group = num_heads // kv_heads
     device = qkv.device
-    splits = num_splits(num_reqs * kv_heads, max_seq_len, _processors(device))
+    splits = num_splits(num_reqs * kv_heads, max_seq_len, PROGRAMS * processors_of(device))
     out = torch.empty((num_reqs, num_heads * head_size), dtype=qkv.dtype, device=device)
     part = weight = out
     counters = seq_lens

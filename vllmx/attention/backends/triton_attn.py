@@ -8,8 +8,6 @@ keys split over programs; the others are prefilled in tiles. Neither asks the de
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,11 +19,11 @@ from vllmx.attention.backend import (
 )
 from vllmx.ir.op import OpContext
 from vllmx.kernels.triton_attention import (
-    INTERPRETED_PROCESSORS,
     SUPPORTED,
     num_splits,
     paged_decode,
     paged_prefill,
+    processors_of,
     tokens_of_a_tile,
 )
 
@@ -84,19 +82,12 @@ def prefill_tiles(
     return tiles[np.argsort(-keys, kind="stable")]
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETED_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 class TritonAttentionMetadataBuilder(AttentionMetadataBuilder):
     """Builds TritonAttentionMetadata."""
 
     def build(self, common: CommonAttentionMetadata) -> TritonAttentionMetadata:
         """See AttentionMetadataBuilder.build."""
-        return TritonAttentionMetadata(common, _processors(self.device))
+        return TritonAttentionMetadata(common, processors_of(self.device))
 
 
 class TritonAttentionBackend(AttentionBackend):
@@ -163,7 +154,7 @@ class TritonAttentionBackend(AttentionBackend):
                 metadata.seq_lens,
                 out,
                 *how,
-                splits=num_splits(decodes * num_kv_heads, longest, metadata.processors),
+                splits=num_splits(decodes * num_kv_heads, longest, metadata.processors * 3 // 2),
             )
         if decodes < metadata.num_reqs:
             paged_prefill(
