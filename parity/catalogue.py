@@ -28,7 +28,7 @@ TRACE = ".json.zz"
 
 
 class Listed:
-    """The catalogue of a real checkout. Ops are listed on a CPU; other devices count if run."""
+    """The catalogue of a real checkout, the cells of a GPU included, wherever it lies."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -38,14 +38,14 @@ class Listed:
 
     def ops(self, name: str) -> Sequence[Cell]:
         """Every case, dtype and provider of an op that takes such calls."""
-        from .op_cells import expected
+        from .op_cells import DEVICES, expected
         from .op_table import OPS
 
         if name not in OPS:
             return []
-        listed = expected("cpu", f"{OPS[name].feature}/")
+        select = f"{OPS[name].feature}/"
         cells = []
-        for cell in listed:
+        for cell in (cell for device in DEVICES for cell in expected(device, select)):
             # One that is refused here may have run on another device.
             self._op_cells[cell.feature, cell.case_name, cell.provider] = cell
             if cell.refused:
@@ -55,25 +55,26 @@ class Listed:
                 kind="op",
                 golden=f"ops/{cell.golden}",
                 graded=True,
-                command=f"vllmx parity replay {OPS[name].feature}/",
+                command=replay_on(cell.device, select),
             )
             cells.append(found)
         return cells
 
     def models(self, name: str) -> Sequence[Cell]:
-        """Every mode of a model that has goldens, with each provider."""
+        """Every mode of a model that has goldens, with each provider, on each device."""
         from .model_table import GOLDEN_LANE, expected
+        from .op_cells import DEVICES
 
         cells = []
-        for cell in expected(f"model.{name}"):
+        for cell in (c for d in DEVICES for c in expected(f"model.{name}", device=d)):
             if cell.entry.name != name:
                 continue
             found = Cell(
-                *(cell.feature, "forced", cell.provider, "cpu", cell.mode),
+                *(cell.feature, "forced", cell.provider, cell.device, cell.mode),
                 kind="model",
                 golden=f"models/{cell.entry.golden(GOLDEN_LANE)}",
                 graded=True,
-                command=f"vllmx parity replay {cell.feature}",
+                command=replay_on(cell.device, cell.feature),
             )
             self._model_cells[found.key[:3]] = cell
             cells.append(found)
@@ -268,6 +269,11 @@ class Listed:
             sha = _sha(self.root / CANARY_CODE)
             found["canary"] = {"fine": sha, "coarse": sha}
         return found
+
+
+def replay_on(device: str, select: str) -> str:
+    """The command that shows `select` on a device."""
+    return f"vllmx parity replay {'device=cuda --select ' if device == 'cuda' else ''}{select}"
 
 
 def _problem(path: Path, sha: str, indexed: str | None) -> str:

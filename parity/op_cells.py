@@ -107,7 +107,9 @@ def _providers(entry: OpEntry, case: Case, dtype: str, device: str) -> Sequence[
     found = []
     for name, impl in registry[entry.name].impls.items():
         missing = "" if impl.supported is True else str(impl.supported)
-        refusal = OUTSIDE.get((name, device)) or ("" if missing else impl.refusal(context) or "")
+        # What it takes doesn't depend on what is installed here: a cell must be asked for anywhere.
+        answer = True if impl.supports is None else impl.supports(context)
+        refusal = OUTSIDE.get((name, device)) or ("" if answer is True else str(answer))
         blocked = "" if refusal else missing
         found.append(OpCell(*key, name, device, refusal, blocked))
     return found

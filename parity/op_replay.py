@@ -38,7 +38,7 @@ class Lane:
         self.folder = folder
         self.policy = policy.load()
         self.run = evidence.run_facts()
-        self.device_facts = _device_facts(device)
+        self.device_facts = device_facts(device)
         try:
             self.index, self.index_fault = golden.read_index(folder), ""
             self.floors: Floors | None = Floors(folder)
@@ -239,7 +239,8 @@ def _words(name: str, check: Check) -> str:
     return f"{name} {check.measured:.3g}, {check.limit:.3g} allowed"
 
 
-def _device_facts(device: str) -> dict[str, str]:
+def device_facts(device: str) -> dict[str, str]:
+    """What evidence says of a device."""
     if device != "cuda":
         return {"name": device, "isa": torch.backends.cpu.get_cpu_capability()}
     major, minor = torch.cuda.get_device_capability()

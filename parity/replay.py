@@ -60,7 +60,7 @@ def replay_models(
     from .model_replay import ModelLane
     from .model_table import expected as models
 
-    return list(ModelLane(device).rows(models(select, provider)))
+    return list(ModelLane(device).rows(models(select, provider, device)))
 
 
 def replay_texts(select: str | None = None, provider: str | None = None) -> list[Row]:

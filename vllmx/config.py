@@ -383,6 +383,9 @@ class CompilationConfig:
     cudagraph_capture_sizes: Optional[List[int]] = None
     """Batch sizes to capture; others run in the next larger one. None: 1, 2, 4, then every 8, from
     256 on every 16, up to max_num_seqs or 512."""
+    cudagraph_capture: str = choice("eager", "eager", "lazy")
+    """When graphs are captured: all at the start, or each when a batch first needs it, which
+    starts sooner and makes that one step slow."""
 
 
 @dataclass

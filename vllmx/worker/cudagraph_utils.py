@@ -68,6 +68,7 @@ class CudaGraphManager:
 
     def __init__(self, vllm_config: VllmConfig, cudagraph_mode: str) -> None:
         self.cudagraph_mode = cudagraph_mode
+        self.lazy = vllm_config.compilation_config.cudagraph_capture == "lazy"
         self.sizes: list[int] = []
         if cudagraph_mode != "NONE":
             self.sizes = capture_sizes(
@@ -75,8 +76,8 @@ class CudaGraphManager:
             )
 
     def needs_capture(self) -> bool:
-        """Whether there is any size to capture."""
-        return bool(self.sizes)
+        """Whether there is any size to capture at the start."""
+        return bool(self.sizes) and not self.lazy
 
     def dispatch(self, num_reqs: int, num_tokens: int) -> BatchExecutionDescriptor | None:
         """The graph for a batch; None where it runs without: it has prefills, or is too large."""
@@ -105,27 +106,15 @@ class ModelCudaGraphManager(CudaGraphManager):
         self.decode_step = decode_step
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.hidden_states: dict[int, Tensor] = {}
+        self._pool: tuple[int, int] | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def capture(self) -> int:
         """Capture every size, the largest first, and return the bytes that the graphs take."""
         start = time.perf_counter()
         before = torch.cuda.mem_get_info()[0]
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
         for size in reversed(self.sizes):
-            # Once without a graph: kernels are compiled and loaded, libraries make their handles.
-            self.prepare(size)
-            self.decode_step(size)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # Not torch.cuda.graph: that collects garbage and empties the caches each time.
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=pool)
-                try:
-                    self.hidden_states[size] = self.decode_step(size)
-                finally:
-                    graph.capture_end()
-            self.graphs[size] = graph
+            self._capture(size)
         torch.cuda.synchronize()
         taken = before - torch.cuda.mem_get_info()[0]
         logger.info(
@@ -133,6 +122,35 @@ class ModelCudaGraphManager(CudaGraphManager):
             *(len(self.graphs), self.sizes[-1], time.perf_counter() - start, taken / 2**30),
         )
         return taken
+
+    def _capture(self, size: int) -> None:
+        if self._pool is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        # Once without a graph: kernels are compiled and loaded, libraries make their handles.
+        self.prepare(size)
+        self.decode_step(size)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: that collects garbage and empties the caches each time.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                self.hidden_states[size] = self.decode_step(size)
+            finally:
+                graph.capture_end()
+        self.graphs[size] = graph
+
+    def dispatch(self, num_reqs: int, num_tokens: int) -> BatchExecutionDescriptor | None:
+        """As the class above; a graph that is not there yet is captured now, before the batch's
+        own inputs are sent."""
+        desc = super().dispatch(num_reqs, num_tokens)
+        if self.lazy and desc is not None and desc.num_reqs not in self.graphs:
+            start = time.perf_counter()
+            self._capture(desc.num_reqs)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            logger.info("captured the CUDA graph of %d requests in %.2f s", desc.num_reqs, seconds)
+        return desc
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Tensor:
         """Replay the graph; its hidden states [desc.num_reqs, H] stay until the next replay."""
