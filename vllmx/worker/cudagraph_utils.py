@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +107,7 @@ class ModelCudaGraphManager(CudaGraphManager):
         self.decode_step = decode_step
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.hidden_states: dict[int, Tensor] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
 
     def capture(self) -> int:
