@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commit that a copy of a checkout is of, where there is no git to ask.
 
-    python parity/source_stamp.py         # in the checkout: writes .commit-stamp
+    python -m parity.source_stamp         # in the checkout: writes .commit-stamp
 
 The stamp holds the commit object and the list of its files. A copy is of that commit if the files'
 hashes add up to the tree that the object names, and the object has the hash that the stamp says:

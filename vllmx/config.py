@@ -595,9 +595,9 @@ class ServerConfig:
 
 @dataclass
 class BenchConfig:
-    """`vllmx bench latency|throughput|overhead`."""
+    """`vllmx bench latency|throughput|overhead|side-by-side|startup`."""
 
-    kind: str = choice("latency", "latency", "throughput", "overhead")
+    kind: str = choice("latency", "latency", "throughput", "overhead", "side-by-side", "startup")
     """What is measured."""
     batch_size: int = number(8, ge=1)
     """Requests of a latency batch, or running requests of an overhead step."""
@@ -613,6 +613,18 @@ class BenchConfig:
     """Measured runs."""
     disable_detokenize: bool = False
     """Leave turning tokens into text out of the measurement."""
+    rows: List[str] = field(
+        default_factory=lambda: [
+            *("1x16+256", "8x16+256", "32x16+256", "128x16+256", "256x16+256"),
+            *("8x2048+1", "256x512+128"),
+        ]
+    )
+    """Batches of a side-by-side run, BATCHxINPUT+OUTPUT tokens."""
+    upstream_python: Optional[str] = None
+    """Interpreter that has upstream's vllm, for a side-by-side run."""
+    upstream_modes: List[str] = field(default_factory=lambda: ["in-process"])
+    """Ways in which upstream runs its engine, of in-process and multiprocessing; ours is compared
+    with the faster."""
     output_json: Optional[str] = None
     """File that takes the result; null prints it."""
 
