@@ -130,6 +130,7 @@ def test_a_seeded_checkpoint_of_any_size_loads(tmp_path) -> None:
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
         "rope_theta": 10000.0,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
