@@ -38,22 +38,23 @@ class Listed:
 
     def ops(self, name: str) -> Sequence[Cell]:
         """Every case, dtype and provider of an op that takes such calls."""
-        from .op_cells import DEVICES, expected
+        from .op_cells import DEVICES, GPU_LANE, expected, expected_of_gpu_lane
         from .op_table import OPS
 
         if name not in OPS:
             return []
         select = f"{OPS[name].feature}/"
         cells = []
-        for cell in (cell for device in DEVICES for cell in expected(device, select)):
+        listed = [cell for device in DEVICES for cell in expected(device, select)]
+        for cell in (*listed, *expected_of_gpu_lane(select)):
             # One that is refused here may have run on another device.
             self._op_cells[cell.feature, cell.case_name, cell.provider] = cell
             if cell.refused:
                 continue
             found = Cell(
-                *(cell.feature, cell.case_name, cell.provider, cell.device, "eager"),
+                *(cell.feature, cell.case_name, cell.provider, cell.device, cell.mode),
                 kind="op",
-                golden=f"ops/{cell.golden}",
+                golden=f"{'ops_gpu' if cell.mode == GPU_LANE else 'ops'}/{cell.golden}",
                 graded=True,
                 command=replay_on(cell.device, select),
             )
@@ -130,31 +131,32 @@ class Listed:
 
     def goldens(self) -> Mapping[str, Golden]:
         """What lies in parity/goldens, by name; files that no case expects are problems."""
-        found = dict(self._op_goldens()) | dict(self._model_goldens())
+        found = dict(self._op_goldens("ops")) | dict(self._op_goldens("ops_gpu"))
+        found |= dict(self._model_goldens())
         found |= dict(self._text_goldens())
         for path in sorted((self.folder / "schedule").glob("*")):
             name = f"schedule/{path.name.removesuffix(TRACE)}"
             found[name] = Golden(_sha(path), self._trace_problem(path))
         return found
 
-    def _op_goldens(self) -> Iterator[tuple[str, Golden]]:
+    def _op_goldens(self, kind: str) -> Iterator[tuple[str, Golden]]:
         from .calibrate import Floors
 
-        folder = self.folder / "ops"
+        folder = self.folder / kind
         if not folder.is_dir():
             return
         try:
             index, floors = golden_files.read_index(folder), Floors(folder)
         except GoldenError as error:
-            yield "ops", Golden("", str(error))
+            yield kind, Golden("", str(error))
             return
         for name in golden_files.files(folder):
             path = folder / name
             sha = _sha(path)
             problem = _problem(path, sha, index.get(name))
-            yield f"ops/{name}", Golden(sha, problem, floors.known(name, sha), floors.sha(name))
+            yield f"{kind}/{name}", Golden(sha, problem, floors.known(name, sha), floors.sha(name))
         for name in golden_files.strays(folder, self.expected_op_goldens()):
-            yield f"ops/{name}", Golden("", "no case expects it")
+            yield f"{kind}/{name}", Golden("", "no case expects it")
 
     def _model_goldens(self) -> Iterator[tuple[str, Golden]]:
         from .model_table import LANES, MODELS

@@ -33,8 +33,9 @@ COMPARISON = ("parity/compare.py:compare_float", "parity/compare.py:compare_exac
 class Lane:
     """Replays cells on one device against the goldens of one folder."""
 
-    def __init__(self, device: str = "cpu", folder: Path = golden.OPS) -> None:
+    def __init__(self, device: str = "cpu", folder: Path = golden.OPS, mode: str = MODE) -> None:
         self.device = device
+        self.mode = mode
         self.folder = folder
         self.policy = policy.load()
         self.run = evidence.run_facts()
@@ -91,7 +92,7 @@ class Lane:
         return make_row(
             **row,
             device=self.device_facts,
-            mode=MODE,
+            mode=self.mode,
             policy_sha=self.policy.sha256,
             run=self.run,
             seconds=round(seconds, 4),

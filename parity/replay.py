@@ -22,7 +22,7 @@ from vllmx.exceptions import UserError
 
 from . import evidence, golden
 from .evidence import Row
-from .op_cells import OpCell, expected, ops_without_cases
+from .op_cells import GPU_LANE, OpCell, expected, expected_of_gpu_lane, ops_without_cases
 from .op_replay import Lane
 from .selection import by_kind
 
@@ -50,6 +50,9 @@ def replay_ops(
         known = {cell.golden for cell in cells}
         rows += [lane.stray(name) for name in golden.strays(folder, known)]
         rows += [lane.uncovered(op) for op in ops_without_cases()]
+    if device == "cuda" and folder == golden.OPS:
+        twin = Lane(device, golden.OPS_GPU, GPU_LANE)
+        rows += [twin.row(c) for c in expected_of_gpu_lane(select, provider) if not c.refused]
     return rows, [cell for cell in cells if cell.refused]
 
 
