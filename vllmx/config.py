@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Dict, List, Optional  # noqa: UP035
 
-from vllmx.exceptions import UserError
+from vllmx.exceptions import UnsupportedError, UserError
 
 if TYPE_CHECKING:
     from vllmx.models.hf_config import HFConfig
@@ -208,9 +208,9 @@ class SchedulerConfig:
     max_num_seqs: int = number(128, ge=1)
     """Most requests that run at once."""
     max_num_partial_prefills: int = number(1, ge=1)
-    """Most prompts that are prefilled piecewise at once."""
+    """Most prompts that are prefilled piecewise at once; above 1 is refused, as upstream does."""
     max_long_partial_prefills: int = number(1, ge=1)
-    """Most prompts longer than long_prefill_token_threshold among those."""
+    """Most prompts longer than long_prefill_token_threshold among those; 1, too."""
     long_prefill_token_threshold: int = number(0, ge=0)
     """Longest piece of a prompt in one step; 0 is no limit."""
     enable_chunked_prefill: bool = True
@@ -960,6 +960,13 @@ def _check_unsupported(run: RunConfig) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(run.parallel, name) != 1:
             raise UserError(f"parallel.{name} must be 1: vllmx runs on one device so far.")
+    for name in ("max_num_partial_prefills", "max_long_partial_prefills"):
+        if (value := getattr(run.scheduler, name)) != 1:
+            raise UnsupportedError(
+                f"scheduler.{name}={value}: Concurrent Partial Prefill is not supported (nor is it "
+                "in upstream); leave it at 1. scheduler.long_prefill_token_threshold keeps one "
+                "long prompt from taking all of a step."
+            )
     for key, without in NOT_BUILT.items():
         node, _, name = key.partition(".")
         value = getattr(getattr(run, node), name)
