@@ -170,8 +170,8 @@ class CacheConfig:
     cache_dtype: str = choice(
         "auto", "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"
     )
-    """Dtype of the cache (flag --kv-cache-dtype). auto: the model's; fp8 is fp8_e4m3. Scales are
-    1.0. What cannot read it says so: a CPU then attends with torch's kernels."""
+    """Dtype of the cache (flag --kv-cache-dtype). auto: the model's; fp8 is fp8_e4m3, with the
+    checkpoint's scales, else 1.0. What can't read it says so: a CPU then attends with torch's."""
     num_gpu_blocks_override: Optional[int] = number(None, gt=0)
     """Number of blocks, instead of what memory allows."""
     kv_cache_memory_bytes: Optional[int] = number(None, gt=0)
