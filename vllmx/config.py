@@ -166,7 +166,8 @@ class CacheConfig:
     hash_block_size: Optional[int] = number(None, gt=0)
     """Tokens a prefix-cache hash covers; None: the smallest block size among the KV groups."""
     gpu_memory_utilization: float = number(0.92, gt=0, le=1)
-    """Share of the device's memory that the engine may use."""
+    """Share of the device's memory that the engine may use. On a CPU, or a GPU whose memory is the
+    system's, of what is free of it when the engine starts."""
     cache_dtype: str = choice(
         "auto", "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"
     )

@@ -81,6 +81,10 @@ class Attention(nn.Module):
         self.kv_cache = kv_cache
         self.key_cache, self.value_cache = kv_cache[:, :, 0], kv_cache[:, :, 1]
 
+    def release_kv_cache(self) -> None:
+        """Let go of the cache, until another is bound."""
+        del self.kv_cache, self.key_cache, self.value_cache
+
     def forward(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
         """query: [num_tokens, num_heads * head_size]; key, value: [num_tokens, kv size], None where
         they are in the cache by now, and not read by a layer that shares another's cache.

@@ -22,6 +22,8 @@ from vllmx.exceptions import UserError
 
 logger = logging.getLogger(__name__)
 
+PROFILED_GRAPHS = 4
+"""Graphs that are captured to tell what all of them will take."""
 LARGEST_CAPTURE_SIZE = 512
 """Largest batch that is captured unless compilation.cudagraph_capture_sizes says otherwise."""
 
@@ -109,14 +111,35 @@ class ModelCudaGraphManager(CudaGraphManager):
     def capture(self) -> int:
         """Capture every size, the largest first, and return the bytes that the graphs take."""
         start = time.perf_counter()
-        before = torch.cuda.mem_get_info()[0]
+        taken = sum(self._capture(list(reversed(self.sizes))))
+        logger.info(
+            "captured %d CUDA graphs of up to %d requests in %.1f s, %.2f GiB",
+            *(len(self.graphs), self.sizes[-1], time.perf_counter() - start, taken / 2**30),
+        )
+        return taken
+
+    def profile_memory(self) -> int:
+        """About the bytes that all graphs take, by capturing the largest; they are dropped again.
+
+        The largest takes the pool that all share, each further one what it needs of its own.
+        """
+        first, *further = self._capture(list(reversed(self.sizes))[:PROFILED_GRAPHS])
+        self.graphs.clear()
+        self.hidden_states.clear()
+        each = -(-sum(further) // len(further)) if further else 0
+        return max(first, 0) + max(each, 0) * (len(self.sizes) - 1)
+
+    def _capture(self, sizes: list[int]) -> list[int]:
+        """Capture `sizes`, the largest first; the bytes of the device that each took."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
-        for size in reversed(self.sizes):
+        taken = []
+        for size in sizes:
             # Once without a graph: kernels are compiled and loaded, libraries make their handles.
             self.prepare(size)
             self.decode_step(size)
             torch.cuda.synchronize()
+            before = torch.cuda.mem_get_info()[0]
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph: that collects garbage and empties the caches each time.
             with torch.cuda.stream(stream):
@@ -126,12 +149,8 @@ class ModelCudaGraphManager(CudaGraphManager):
                 finally:
                     graph.capture_end()
             self.graphs[size] = graph
-        torch.cuda.synchronize()
-        taken = before - torch.cuda.mem_get_info()[0]
-        logger.info(
-            "captured %d CUDA graphs of up to %d requests in %.1f s, %.2f GiB",
-            *(len(self.graphs), self.sizes[-1], time.perf_counter() - start, taken / 2**30),
-        )
+            torch.cuda.synchronize()
+            taken.append(before - torch.cuda.mem_get_info()[0])
         return taken
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Tensor:
