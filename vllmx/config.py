@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Dict, List, Optional  # noqa: UP035
 
-from vllmx.exceptions import UserError
+from vllmx.exceptions import UnsupportedError, UserError
 
 if TYPE_CHECKING:
     from vllmx.models.hf_config import HFConfig
@@ -166,12 +166,13 @@ class CacheConfig:
     hash_block_size: Optional[int] = number(None, gt=0)
     """Tokens a prefix-cache hash covers; None: the smallest block size among the KV groups."""
     gpu_memory_utilization: float = number(0.92, gt=0, le=1)
-    """Share of the device's memory that the engine may use."""
+    """Share of the device's memory that the engine may use. On a CPU, or a GPU whose memory is the
+    system's, of what is free of it when the engine starts."""
     cache_dtype: str = choice(
         "auto", "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"
     )
-    """Dtype of the cache (flag --kv-cache-dtype). auto: the model's; fp8 is fp8_e4m3. Scales are
-    1.0. What cannot read it says so: a CPU then attends with torch's kernels."""
+    """Dtype of the cache (flag --kv-cache-dtype). auto: the model's; fp8 is fp8_e4m3, with the
+    checkpoint's scales, else 1.0. What can't read it says so: a CPU then attends with torch's."""
     num_gpu_blocks_override: Optional[int] = number(None, gt=0)
     """Number of blocks, instead of what memory allows."""
     kv_cache_memory_bytes: Optional[int] = number(None, gt=0)
@@ -208,9 +209,9 @@ class SchedulerConfig:
     max_num_seqs: int = number(128, ge=1)
     """Most requests that run at once."""
     max_num_partial_prefills: int = number(1, ge=1)
-    """Most prompts that are prefilled piecewise at once."""
+    """Most prompts that are prefilled piecewise at once; above 1 is refused, as upstream does."""
     max_long_partial_prefills: int = number(1, ge=1)
-    """Most prompts longer than long_prefill_token_threshold among those."""
+    """Most prompts longer than long_prefill_token_threshold among those; 1, too."""
     long_prefill_token_threshold: int = number(0, ge=0)
     """Longest piece of a prompt in one step; 0 is no limit."""
     enable_chunked_prefill: bool = True
@@ -975,6 +976,13 @@ def _check_unsupported(run: RunConfig) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(run.parallel, name) != 1:
             raise UserError(f"parallel.{name} must be 1: vllmx runs on one device so far.")
+    for name in ("max_num_partial_prefills", "max_long_partial_prefills"):
+        if (value := getattr(run.scheduler, name)) != 1:
+            raise UnsupportedError(
+                f"scheduler.{name}={value}: Concurrent Partial Prefill is not supported (nor is it "
+                "in upstream); leave it at 1. scheduler.long_prefill_token_threshold keeps one "
+                "long prompt from taking all of a step."
+            )
     for key, without in NOT_BUILT.items():
         node, _, name = key.partition(".")
         value = getattr(getattr(run, node), name)

@@ -23,6 +23,8 @@ from vllmx.exceptions import UserError
 
 logger = logging.getLogger(__name__)
 
+PROFILED_GRAPHS = 4
+"""Graphs that are captured to tell what all of them will take."""
 LARGEST_CAPTURE_SIZE = 512
 """Largest batch that is captured unless compilation.cudagraph_capture_sizes says otherwise."""
 
@@ -113,33 +115,48 @@ class ModelCudaGraphManager(CudaGraphManager):
     def capture(self) -> int:
         """Capture every size, the largest first, and return the bytes that the graphs take."""
         start = time.perf_counter()
-        before = torch.cuda.mem_get_info()[0]
-        for size in reversed(self.sizes):
-            self._capture(size)
-        torch.cuda.synchronize()
-        taken = before - torch.cuda.mem_get_info()[0]
+        taken = sum(self._capture(list(reversed(self.sizes))))
         logger.info(
             "captured %d CUDA graphs of up to %d requests in %.1f s, %.2f GiB",
             *(len(self.graphs), self.sizes[-1], time.perf_counter() - start, taken / 2**30),
         )
         return taken
 
-    def _capture(self, size: int) -> None:
+    def profile_memory(self) -> int:
+        """About the bytes that all graphs take, by capturing the largest; they are dropped again.
+
+        The largest takes the pool that all share, each further one what it needs of its own.
+        """
+        first, *further = self._capture(list(reversed(self.sizes))[:PROFILED_GRAPHS])
+        self.graphs.clear()
+        self.hidden_states.clear()
+        self._pool = None
+        each = -(-sum(further) // len(further)) if further else 0
+        return max(first, 0) + max(each, 0) * (len(self.sizes) - 1)
+
+    def _capture(self, sizes: list[int]) -> list[int]:
+        """Capture `sizes`, the largest first; the bytes of the device that each took."""
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        # Once without a graph: kernels are compiled and loaded, libraries make their handles.
-        self.prepare(size)
-        self.decode_step(size)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: that collects garbage and empties the caches each time.
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
-            try:
-                self.hidden_states[size] = self.decode_step(size)
-            finally:
-                graph.capture_end()
-        self.graphs[size] = graph
+        taken = []
+        for size in sizes:
+            # Once without a graph: kernels are compiled and loaded, libraries make their handles.
+            self.prepare(size)
+            self.decode_step(size)
+            torch.cuda.synchronize()
+            before = torch.cuda.mem_get_info()[0]
+            graph = torch.cuda.CUDAGraph()
+            # Not torch.cuda.graph: that collects garbage and empties the caches each time.
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool)
+                try:
+                    self.hidden_states[size] = self.decode_step(size)
+                finally:
+                    graph.capture_end()
+            self.graphs[size] = graph
+            torch.cuda.synchronize()
+            taken.append(before - torch.cuda.mem_get_info()[0])
+        return taken
 
     def dispatch(self, num_reqs: int, num_tokens: int) -> BatchExecutionDescriptor | None:
         """As the class above; a graph that is not there yet is captured now, before the batch's
@@ -147,8 +164,7 @@ class ModelCudaGraphManager(CudaGraphManager):
         desc = super().dispatch(num_reqs, num_tokens)
         if self.lazy and desc is not None and desc.num_reqs not in self.graphs:
             start = time.perf_counter()
-            self._capture(desc.num_reqs)
-            torch.cuda.synchronize()
+            self._capture([desc.num_reqs])
             seconds = time.perf_counter() - start
             logger.info("captured the CUDA graph of %d requests in %.2f s", desc.num_reqs, seconds)
         return desc

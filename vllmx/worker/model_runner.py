@@ -69,15 +69,17 @@ class GPUModelRunner:
             if layer.kv_sharing_target_layer_name is None
         }
 
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate the cache; max_model_len is final by now."""
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, is_profiling: bool = False
+    ) -> None:
+        """Allocate the cache; max_model_len is final by now, unless it is to be profiled."""
         layers = attention_layers(self.model)
         shared = shared_kv_cache_layers(layers)
         init_kv_cache(kv_cache_config, layers, self.device)
         kv_cache_config = copy.deepcopy(kv_cache_config)
         add_kv_sharing_layers_to_kv_cache_groups(shared, kv_cache_config.kv_cache_groups)
         self.attn_builders = AttnMetadataBuilders(kv_cache_config, layers, self.device)
-        if self.vllm_config.kv_transfer_config is not None:
+        if self.vllm_config.kv_transfer_config is not None and not is_profiling:
             self.kv_connector = ActiveKVConnector(self.vllm_config, kv_cache_config, layers)
         self.block_sizes = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
         model_config = self.vllm_config.model_config
@@ -91,6 +93,19 @@ class GPUModelRunner:
         self.forget_requests()
         if self.device != "cpu":
             self.gpu_steps = GPUSteps(self)
+
+    def release_kv_cache(self) -> None:
+        """Let go of the cache, of the tables, and of graphs that read them."""
+        self.execute_model_state = None
+        self.gpu_steps = None
+        for layer in attention_layers(self.model).values():
+            layer.release_kv_cache()
+        del self.attn_builders, self.req_states, self.block_tables
+        del self.sampler, self.prompt_logprobs_worker
+
+    def profile_cudagraph_memory(self) -> int:
+        """Bytes that the CUDA graphs will take, from a few of them; they are let go of."""
+        return 0 if self.gpu_steps is None else self.gpu_steps.profile_cudagraph_memory()
 
     def capture_model(self) -> int:
         """Capture CUDA graphs, if there are to be any; the bytes that they take."""
