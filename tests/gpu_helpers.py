@@ -1,50 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines and prompts of the tests on a GPU."""
+"""A GPU's way through the model runner where there is no GPU: its kernels are interpreted, and a
+graph runs its step again."""
 
-from __future__ import annotations
+import torch
+from checkpoints import build_engine
 
-import random
-from typing import Any
-
-from checkpoints import VOCAB, build_engine
-
-from vllmx import LLM, SamplingParams
-
-LIMITS = {
-    "max_num_seqs": 20,
-    "max_num_batched_tokens": 256,
-    "max_model_len": 256,
-    "kv_cache_memory_bytes": 64 << 20,
-    "enable_prefix_caching": False,
-}
+from vllmx import LLM
+from vllmx.worker import cudagraph_utils, gpu_steps
 
 
-def engine(folder: Any, **options: Any) -> LLM:
-    """A small engine on the GPU."""
-    return build_engine(folder, **{**LIMITS, **options})
+class Event:
+    """Everything has happened by the time it is asked for."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
 
 
-def prompts(number: int, longest: int = 100) -> list[dict[str, list[int]]]:
-    """Prompts of random ids, the same on every call."""
-    rng = random.Random(7)
-    lengths = [rng.randint(1, longest) for _ in range(number)]
-    return [{"prompt_token_ids": [rng.randrange(3, VOCAB) for _ in range(n)]} for n in lengths]
+class ReplayedStep:
+    """A graph that runs its step again."""
+
+    def __init__(self, manager: cudagraph_utils.ModelCudaGraphManager, size: int) -> None:
+        self.manager, self.size = manager, size
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        with torch.inference_mode():
+            self.manager.hidden_states[self.size] = self.manager.decode_step(self.size)
 
 
-def greedy(tokens: int, **options: Any) -> SamplingParams:
-    """The likeliest tokens, that many."""
-    return SamplingParams(
-        temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **options
-    )
+def runner_of(llm: LLM):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner
 
 
-def answers(llm: LLM, given: list[Any], params: Any) -> list[tuple[list[int], str | None]]:
-    """(token ids, why it ended) of each."""
-    outputs = llm.generate(given, params, use_tqdm=False)
-    return [(list(o.outputs[0].token_ids), o.outputs[0].finish_reason) for o in outputs]
-
-
-def runner_of(llm: LLM) -> Any:
-    """The model runner inside an engine of this process."""
-    core: Any = llm.llm_engine.engine_core
-    return core.engine_core.model_executor.driver_worker.model_runner
+def on_a_gpu(monkeypatch, folder, sizes: list[int], **kwargs) -> LLM:
+    """An engine whose runner takes the GPU's way, with a 'graph' for each of `sizes`."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    # It reads its lengths when it runs, as a kernel does.
+    llm = build_engine(folder, attention_backend="torch", **kwargs)
+    runner = runner_of(llm)
+    runner.gpu_steps = steps = gpu_steps.GPUSteps(runner)
+    manager = steps.cudagraph_manager
+    manager.sizes = sizes
+    manager.graphs = {size: ReplayedStep(manager, size) for size in sizes}
+    return llm

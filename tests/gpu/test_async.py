@@ -2,7 +2,7 @@
 """Steps scheduled ahead on a GPU end requests where steps one at a time do."""
 
 import pytest
-from gpu_helpers import answers, engine, greedy, prompts, runner_of
+from gpu_engine import answers, engine, greedy, prompts, runner_of
 
 from vllmx import SamplingParams
 

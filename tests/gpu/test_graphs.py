@@ -4,7 +4,7 @@ nothing."""
 
 import pytest
 import torch
-from gpu_helpers import answers, engine, greedy, prompts, runner_of
+from gpu_engine import answers, engine, greedy, prompts, runner_of
 
 
 def test_graphs_give_the_tokens_of_eager_steps(folder) -> None:
