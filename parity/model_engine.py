@@ -23,7 +23,8 @@ from .model_table import PROVIDERS, SKETCH_TOKENS, STRADDLED, ModelEntry
 LIST = 64
 """How many of our log-probabilities are asked for: the oracle's 32 are nearly always among them."""
 CHUNK = 48
-"""Tokens a step in the modes that cut prompts; no multiple of a block."""
+"""Tokens a step in the modes that cut prompts; of several sequences at once, each gets what the
+others leave."""
 LONGEST = 1024
 
 
@@ -56,13 +57,15 @@ def scored(llm: LLM, want: Scores, one_by_one: bool) -> Ours:
     rows = _Rows()
     groups = [[s] for s in want.sequences] if one_by_one else [want.sequences]
     position = 0
-    for group in groups:
-        for sequence, output in zip(group, _generate(llm, group, params)):
+    with logit_steps(llm) as steps:
+        answers = [_generate(llm, group, params) for group in groups]
+    for group, outputs in zip(groups, answers):
+        for sequence, output in zip(group, outputs):
             assert output.prompt_logprobs is not None
             for following, entries in zip(sequence[1:], output.prompt_logprobs[1:], strict=True):
                 rows.add(position, entries, following)
                 position += 1
-    return rows.ours()
+    return rows.ours(steps)
 
 
 def shown(
@@ -108,7 +111,8 @@ def decoded(
     )
     rows = _Rows()
     asked = [i % len(prompts) for i in range(len(prompts) if batch is None else batch)]
-    outputs = _generate(llm, [prompts[i] for i in asked], params)
+    with logit_steps(llm) as steps:
+        outputs = _generate(llm, [prompts[i] for i in asked], params)
     for index, output in zip(asked, outputs, strict=True):
         sequence = want.sequences[index]
         completion = output.outputs[0]
@@ -119,7 +123,7 @@ def decoded(
             rows.add(want.first_position(index) + start + step - 1, entries, following)
             if token != following:
                 break
-    return rows.ours()
+    return rows.ours(steps)
 
 
 def _generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
@@ -141,13 +145,38 @@ class _Rows:
         found = entries.get(following)
         self.next.append(found.logprob if found is not None else ranked[-1][1].logprob)
 
-    def ours(self) -> Ours:
+    def ours(self, steps: list[float]) -> Ours:
         return Ours(
             np.array(self.where),
             np.array(self.ids),
             np.array(self.val, dtype=np.float64),
             np.array(self.next, dtype=np.float64),
+            min(steps, default=0.0),
         )
+
+
+@contextmanager
+def logit_steps(llm: LLM) -> Iterator[list[float]]:
+    """Collects a unit in the last place of the logits at the smallest of their tops, call by call:
+    what two tokens that are the same but for rounding may be apart."""
+    found: list[float] = []
+    model = model_of(llm)
+    inner = model.compute_logits
+
+    def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = inner(hidden_states)
+        # What is captured now would be part of the graph for ever.
+        capturing = logits.is_cuda and torch.cuda.is_current_stream_capturing()
+        if len(logits) and not capturing:
+            top = logits.amax(dim=-1).abs().amin()
+            found.append(float(top.nextafter(top.new_tensor(torch.inf)) - top))
+        return logits
+
+    model.compute_logits = compute_logits
+    try:
+        yield found
+    finally:
+        del model.compute_logits
 
 
 def model_of(llm: LLM) -> Any:

@@ -14,7 +14,7 @@ from . import closure, evidence, golden, policy
 from .compare import Check
 from .evidence import Row, make_row
 from .golden import GoldenError
-from .model_gate import judge, stream_errors
+from .model_gate import classes, judge, stream_errors, tie_of
 from .model_golden import Scores, load, weights_sha
 from .model_table import FLOOR_LANE, GOLDEN_LANE, MODELS, ModelCell, ModelEntry
 from .op_replay import C_SOURCES, device_facts
@@ -126,6 +126,12 @@ class ModelLane:
         for part, ours in parts.items():
             checks |= {f"{part}.{k}": c for k, c in judge(want, floor, ours, limits).items()}
             details[f"{part}.positions"] = len(ours.where)
+            details[f"{part}.tie"] = float(f"{tie_of(want, floor, ours, limits):.4g}")
+            of_class = classes(want, ours.where)
+            details |= {f"{part}.{name}.positions": len(rows) for name, rows in of_class.items()}
+            if part == "prefill":
+                empty = sum(not len(rows) for rows in of_class.values())
+                checks["prefill.empty_classes"] = Check(float(empty), 0.0)
         failed = [name for name, check in checks.items() if not check.ok]
         reason = "; ".join(
             f"{name} {checks[name].measured:.3g}, {checks[name].limit:.3g} allowed"
@@ -184,7 +190,8 @@ def _proof(llm: Any) -> dict[str, Any]:
 
 
 def _teeth(want: Scores, floor: Scores, limits: Any) -> dict[str, bool]:
-    """Whether the gate refuses plainly wrong copies of the golden: shifted, scaled, one in 200."""
+    """Whether the gate refuses plainly wrong copies of the golden: shifted, scaled, one in 200,
+    and off by a little in one class of positions, which only the class's own rules can see."""
     import numpy as np
 
     from .model_gate import Ours
@@ -197,6 +204,11 @@ def _teeth(want: Scores, floor: Scores, limits: Any) -> dict[str, bool]:
         "scaled": Ours(every, want.ids, want.val * 1.1, want.next * 1.1),
         "rare": Ours(every, want.ids, rare, want.next),
     }
+    for name, rows in classes(want, every).items():
+        value, following = want.val.astype(np.float64).copy(), want.next.copy()
+        value[rows] -= 2 * limits.mean_cap
+        following[rows] -= 2 * limits.mean_cap
+        copies[name] = Ours(every, want.ids, value, following)
     return {
         name: any(not check.ok for check in judge(want, floor, copy, limits).values())
         for name, copy in copies.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ from .inputs import Arguments
 from .op_cells import MODE, OpCell, implementation
 from .op_table import EXACT, OWN
 from .torch_calls import Call, Outputs
-from .truth64 import Outputs as Truths
-from .truths import symbols_of, truth_of
+from .truths import Outputs as Truths
+from .truths import cap_of, contradiction, prepare, symbols_of, truth_of
 
 NOTHING = {"fine": "", "coarse": ""}
 C_SOURCES = ("vllmx/kernels/native.c",)
 """What the provider `native` is compiled from."""
-COMPARISON = ("parity/compare.py:compare_float", "parity/compare.py:compare_exact")
+COMPARISON = (
+    "parity/compare.py:compare_float",
+    "parity/compare.py:compare_exact",
+    "parity/truths.py:contradiction",
+)
 
 
 class Lane:
@@ -46,6 +51,17 @@ class Lane:
         except GoldenError as error:
             self.index, self.index_fault, self.floors = {}, str(error), None
         self._last: tuple[str, tuple[Golden, Arguments, Truths | None]] | None = None
+
+    def prepare(self, cells: Iterable[OpCell]) -> None:
+        """Ask the truth of all of `cells` at once, where `row` would ask for each."""
+        asked = {cell.golden: cell for cell in cells if not (cell.refused or cell.blocked)}
+        try:
+            prepare(
+                (cell.op, cell.entry.table.cases[cell.op, cell.case].arguments(cell.dtype))
+                for cell in asked.values()
+            )
+        except GoldenError as error:
+            print(f"{error}; every cell asks for itself")
 
     def row(self, cell: OpCell) -> Row:
         """The evidence of a cell, whatever comes of it."""
@@ -108,6 +124,8 @@ class Lane:
         kept = {name: value.tobytes() for name, value in first.items()}
         again = call()
         judge = _Judge(self, cell, found, truth)
+        if fault := judge.contradiction():
+            return {"verdict": "error", "reason": f"golden and float64 truth disagree: {fault}"}
         checks, drift = judge.outputs(first)
         unlike = sum(kept.get(name) != value.tobytes() for name, value in again.items())
         checks["repeat"] = Check(float(unlike), 0.0)
@@ -168,6 +186,18 @@ class _Judge:
             name: lane.floors.of(cell.golden, found.sha256, name) for name in found.outputs()
         }
 
+    def contradiction(self) -> str:
+        """How the golden and the truth disagree; empty if they don't."""
+        entry = self.cell.entry
+        told = (
+            contradiction(
+                *(name, value, self.truth, entry.kind_of(name) == EXACT),
+                *(cap_of(entry.name, entry.kind), self.cell.dtype),
+            )
+            for name, value in self.golden.outputs().items()
+        )
+        return next(filter(None, told), "")
+
     def outputs(self, got: Outputs) -> tuple[dict[str, Check], list[str]]:
         """All checks by name, and those that drift."""
         want = self.golden.outputs()
@@ -185,8 +215,7 @@ class _Judge:
         cell, want = self.cell, self.golden.outputs()[name]
         if cell.entry.kind_of(name) == EXACT:
             return compare_exact(value, want)
-        if self.truth is None:
-            raise GoldenError(f"{cell.op} has limits but no truth")
+        assert self.truth is not None  # else truth and golden would contradict each other
         limits = self.policy.limits(cell.entry.kind, cell.op, cell.provider, cell.dtype)
         drift = self.policy.drift_of(cell.entry.kind)
         args = (want, self.truth[name], limits, self.floors[name], drift)

@@ -23,7 +23,8 @@ class OpEntry:
 
     outputs: the names of its outputs in order; kind: the class of limits in policy.yaml;
     exact: outputs that are compared bit by bit although the kind has limits; mutates: arguments
-    that it writes, which are then outputs of the same name; lane: what of the oracle made it.
+    that it writes, which are then outputs of the same name; lane: what of the oracle made it;
+    wide: outputs that are float32 whatever the dtype of the case.
     """
 
     name: str
@@ -35,6 +36,7 @@ class OpEntry:
     exact: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
     sampler: bool = False
+    wide: tuple[str, ...] = ()
 
     @property
     def feature(self) -> str:
@@ -90,6 +92,7 @@ OPS = {
             "gemm",
             "unquantized-gemm",
             outputs=("out", "squares"),
+            wide=("squares",),
         ),
         _ir("rms_norm_linear", fused_cases.CASES, "gemm", "unquantized-gemm"),
         _ir("rms_norm_gated_linear", fused_cases.CASES, "gemm", "unquantized-gemm"),

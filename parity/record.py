@@ -3,10 +3,11 @@
 
 `select` has prefixes of op.NAME/CASE, model.NAME, text.KIND/CASE and schedule.TRACE; without it all
 but models are recorded. Texts and traces: record_specs.py. Each case of an op goes to the oracle
-that op_table.py names for it, as a process of its own. An answer becomes a golden only if a second
-call gave the same bits, if it is no further from the float64 truth than a few roundings, and if
-plainly wrong copies of it would be refused. With `check` nothing is written: exit code 1 if a
-golden or its floor would change.
+that op_table.py names for it, as a process of its own (`truth64` where nothing else computes it:
+then the golden is the truth, rounded once). An answer becomes a golden only if a second call gave
+the same bits, if it is no further from the float64 truth than a few roundings, and if plainly wrong
+copies of it would be refused. With `check` nothing is written: exit code 1 if a golden or its floor
+would change.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vllmx.config import RunConfig
 
 from . import calibrate, golden, policy
-from .compare import compare_exact, compare_float, golden_fault, teeth
+from .compare import compare_exact, compare_float, teeth
 from .dtypes import Array, array
 from .golden import GoldenError
 from .inputs import Arguments, Case
@@ -29,7 +30,8 @@ from .op_table import EXACT, GPU_OPS, OPS, OpEntry, golden_name
 from .oracle_process import Answer, OracleBlocked, Question, ask
 from .record_specs import record_schedule, record_text
 from .selection import by_kind
-from .truths import truth_of
+from .truths import ORACLE as TRUTH
+from .truths import cap_of, contradiction, prepare, truth_of
 
 GPU_ORACLE = "vllm_gpu_ops"
 """Asked for by name only (`oracle=vllm_gpu_ops`): it needs a GPU and has a folder of its own."""
@@ -94,21 +96,10 @@ class Recorded:
         if value.data.size == 0:
             return f"{name} is empty"
         truth = truth_of(self.entry.name, self.arguments)
-        if self.entry.kind_of(name) == EXACT:
-            if truth is not None and value.is_float:
-                unlike = not compare_exact(value, array(truth[name], value.dtype)).ok
-                return f"{name} is not the truth" if unlike else ""
-            if truth is not None and (truth[name] != value.data).any():
-                return f"{name} is not the truth"
-            return self._toothless(name, None)
-        if truth is None:
-            return f"{name} needs a truth"
-        # An output that is wider than its case comes from what was rounded to the case's dtype.
-        fault = golden_fault(value, truth[name], self._cap(), self.dtype)
-        return f"{name}: {fault}" if fault else self._toothless(name, truth)
-
-    def _cap(self) -> float:
-        return CAPS.get(self.entry.name, CAPS.get(self.entry.kind, CAP))
+        exact, cap = self.entry.kind_of(name) == EXACT, cap_of(self.entry.name, self.entry.kind)
+        if fault := contradiction(name, value, truth, exact, cap, self.dtype):
+            return fault
+        return self._toothless(name, None if exact else truth)
 
     def _toothless(self, name: str, truth: dict[str, Any] | None) -> str:
         value = self.answer.outputs[name]
@@ -133,17 +124,6 @@ class Recorded:
 ORACLE_FAILS = "the oracle fails: "
 WORST_FIRST = (2, 3, 1)
 """Exit codes of several kinds: a golden that can't be one, an oracle that is not here, a change."""
-CAP = 4.0
-CAPS = {
-    # 1 + erf(x) cancels where the gate is nearly shut.
-    "gelu_and_mul": 16.0,
-    # Sums in bfloat16 or float32 over many elements, probabilities rounded to the dtype.
-    "attention": 16.0,
-    "gemm": 16.0,
-    # Angles of 8191 radians in float32 are off by 2^-11.
-    "table": 4096.0,
-}
-"""How many units in the last place a golden may be off by, root mean square."""
 
 
 @dataclass
@@ -184,8 +164,24 @@ def ask_all(
             found.reasons.append(str(error))
             found.blocked |= isinstance(error, OracleBlocked)
             continue
+        if name == TRUTH:
+            answers = [rounded(case[0], case[2], answer) for case, answer in zip(cases, answers)]
         found.answers += [Recorded(*case, answer) for case, answer in zip(cases, answers)]
+    prepare((recorded.entry.name, recorded.arguments) for recorded in found.answers)
     return found
+
+
+def rounded(entry: OpEntry, dtype: str, answer: Answer) -> Answer:
+    """The float64 truth as a golden has it: rounded once, to the dtype of the case."""
+
+    def once(outputs: dict[str, Array]) -> dict[str, Array]:
+        return {
+            name: array(v.data, "f32" if name in entry.wide else dtype) if v.is_float else v
+            for name, v in outputs.items()
+        }
+
+    lanes = {lane: once(outputs) for lane, outputs in answer.lanes.items()}
+    return replace(answer, outputs=once(answer.outputs), lanes=lanes)
 
 
 def record(

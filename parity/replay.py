@@ -45,6 +45,7 @@ def replay_ops(
     """(a row for every cell, the cells that a provider declares it does not take)."""
     cells = expected(device, select, provider)
     lane = Lane(device, folder)
+    lane.prepare(cells)
     rows = [lane.row(cell) for cell in cells if not cell.refused]
     if select is None and provider is None:
         known = {cell.golden for cell in cells}
