@@ -39,6 +39,8 @@ def build(entry: ModelEntry, provider: str, device: str, chunked: bool, eager: b
         enable_prefix_caching=chunked,
         skip_tokenizer_init=True,
         enforce_eager=eager,
+        # What a float32 checkpoint is computed in on a GPU, unless it is told, is bfloat16.
+        **({"dtype": "float32"} if entry.tiny else {}),
         **({"max_num_batched_tokens": CHUNK, "max_num_seqs": 16} if chunked else {}),
     )
     run.kernel.default_priority = list(PROVIDERS[provider])
