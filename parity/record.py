@@ -140,7 +140,7 @@ def ask_all(
     oracle: str | None = None,
     ops: Mapping[str, OpEntry] | None = None,
 ) -> Answers:
-    """Every selected case of `ops`, by default of all, asked of `oracle` or of the one named for its op."""
+    """Every selected case of `ops` (None: all), asked of `oracle` or of the one its op names."""
     wanted = [word.strip() for word in select.split(",")] if select else [""]
     by_oracle: dict[str, list[tuple[OpEntry, Case, str, Arguments]]] = defaultdict(list)
     for entry in (OPS if ops is None else ops).values():

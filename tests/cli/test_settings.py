@@ -39,7 +39,7 @@ OTHER = {
     "cache.mamba_block_size": 16,
     "cache.mamba_cache_dtype": "float32",
     "cache.mamba_ssm_cache_dtype": "float32",
-    "compilation.cudagraph_mode": "FULL",
+    "compilation.cudagraph_mode": "PIECEWISE",
 }
 
 
