@@ -176,8 +176,9 @@ class CacheConfig:
     """Number of blocks, instead of what memory allows."""
     kv_cache_memory_bytes: Optional[int] = number(None, gt=0)
     """Bytes of the cache, instead of what memory allows. On a CPU None is 4 GiB at most."""
-    enable_prefix_caching: bool = True
-    """Share the blocks of equal prompt prefixes."""
+    enable_prefix_caching: Optional[bool] = None
+    """Share the blocks of equal prompt prefixes. None: yes, but for a model with recurrent layers
+    no; true makes their mamba_cache_mode align."""
     prefix_caching_hash_algo: str = choice(
         "sha256", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"
     )
@@ -189,8 +190,13 @@ class CacheConfig:
     mamba_ssm_cache_dtype: str = choice("auto", "auto", "float32", "float16", "bfloat16")
     """Dtype of the recurrent state."""
     mamba_cache_mode: str = choice("none", "none", "align", "all")
-    """Which recurrent states are kept for prefix caching."""
+    """Which recurrent states are kept for prefix caching: those at block ends that a hit may need
+    (align), each (all; no model does, they align), none without prefix caching."""
 
+    # Whether enable_prefix_caching was set by somebody; None until a VllmConfig has it.
+    prefix_caching_is_pinned = None
+    # Filled when the model is known, if it has recurrent layers.
+    mamba_page_size_padded = None
     # Filled at start-up, when the pool is sized.
     num_gpu_blocks = None
     kv_cache_size_tokens = None
@@ -804,6 +810,11 @@ class VllmConfig:
     structured_outputs_config = None
 
     def __post_init__(self) -> None:
+        cache = self.cache_config
+        if cache.prefix_caching_is_pinned is None:
+            cache.prefix_caching_is_pinned = cache.enable_prefix_caching is not None  # type: ignore[assignment]
+        if cache.enable_prefix_caching is None:
+            cache.enable_prefix_caching = True
         if self.kv_transfer_config is not None:
             self._adapt_to_kv_connector(self.kv_transfer_config)
         if self.scheduler_config.disable_hybrid_kv_cache_manager is None:

@@ -35,6 +35,12 @@ class MambaBase(nn.Module):
         """Dtype of each state."""
 
     @property
+    def supports_cudagraph(self) -> bool:
+        """Whether a batch of decodes may be recorded once and replayed for others: the layer takes
+        state_indices, which stay in place, from the device alone and leaves state 0 to padding."""
+        return False
+
+    @property
     @abstractmethod
     def mamba_type(self) -> str:
         """Which metadata the layer reads, by upstream's name of its attention backend."""
@@ -51,6 +57,7 @@ class MambaBase(nn.Module):
             block_size=cache_config.mamba_block_size,
             shapes=self.get_state_shape(),
             dtypes=tuple(str(d).removeprefix("torch.") for d in self.get_state_dtype()),
+            page_size_padded=cache_config.mamba_page_size_padded,
             mamba_type=self.mamba_type,
             mamba_cache_mode=cache_config.mamba_cache_mode,
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,8 @@ class GDNAttentionMetadata:
 
     query_start_loc: int32 [num_reqs + 1]; state_indices: int32 [num_reqs], the block of the states
     that a request reads and writes; has_initial_state: bool [num_reqs], false for a request with
-    no computed token, whose states read as zeros whatever the block holds.
+    no computed token, whose states read as zeros whatever the block holds. Requests that fill up a
+    CUDA graph's batch have no initial state and write to block 0, which is nobody's.
     prefill_query_start_loc: int32 [num_prefills + 1], counted from the first prefill's token.
     fresh_decode_indices: blocks of the decodes without a state, for the layer to clear; None where
     there are none.
@@ -36,17 +38,7 @@ class GDNAttentionMetadata:
 
 
 class GDNAttentionMetadataBuilder(AttentionMetadataBuilder):
-    """Tells decodes from prefills and finds the block of each request's states.
-
-    `mamba_cache_mode` is the spec's: with "align" the states lie in the block of the last token
-    that is computed, otherwise in the request's first.
-    """
-
-    def __init__(
-        self, block_size: int, device: torch.device, mamba_cache_mode: str = "none"
-    ) -> None:
-        super().__init__(block_size, device)
-        self.mamba_cache_mode = mamba_cache_mode
+    """Tells decodes from prefills, and which requests have a state."""
 
     def build(self, common: CommonAttentionMetadata) -> GDNAttentionMetadata:
         """Metadata of the batch; requests with one new token must come first in it."""
@@ -54,16 +46,14 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder):
         lengths = starts[1:] - starts[:-1]
         num_decodes = int((lengths == 1).sum())
         assert (lengths[:num_decodes] == 1).all(), "requests with one new token must come first"
-        has_state = torch.from_numpy(common.seq_lens_np > lengths)
-        table = common.block_table_tensor
-        if self.mamba_cache_mode == "align":
-            last = ((common.seq_lens - 1) // self.block_size).long()
-            state_indices = table.gather(1, last[:, None])[:, 0]
-        else:
-            state_indices = table[:, 0]
-        fresh = ~has_state[:num_decodes]
-        any_fresh = bool(fresh.any())
-        has_state = has_state.to(self.device)
+        state_indices = common.block_table_tensor[:, 0]
+        fresh = np.flatnonzero(common.seq_lens_np[:num_decodes] == 1)
+        fresh_indices = None
+        if len(fresh):
+            fresh_indices = state_indices.index_select(0, self._to_device(fresh))
+        has_state = common.has_initial_state
+        if has_state is None:
+            has_state = self._to_device(common.seq_lens_np > lengths)
         return GDNAttentionMetadata(
             num_prefills=len(lengths) - num_decodes,
             num_prefill_tokens=int(starts[-1]) - num_decodes,
@@ -73,7 +63,11 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder):
             query_start_loc=common.query_start_loc,
             state_indices=state_indices,
             prefill_query_start_loc=common.query_start_loc[num_decodes:] - num_decodes,
-            fresh_decode_indices=(
-                state_indices[:num_decodes][fresh.to(self.device)] if any_fresh else None
-            ),
+            fresh_decode_indices=fresh_indices,
         )
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
