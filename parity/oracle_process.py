@@ -19,7 +19,14 @@ from .dtypes import STORAGE, Array, from_bytes
 from .golden import DTYPES, NAMES, GoldenError
 
 ROOT = Path(__file__).resolve().parents[1]
-OWN_ENVIRONMENT = ("vllm_ops", "gguf_dequant", "vllm_scheduler", "vllm_model", "vllm_text")
+OWN_ENVIRONMENT = (
+    "vllm_ops",
+    "vllm_gdn",
+    "gguf_dequant",
+    "vllm_scheduler",
+    "vllm_model",
+    "vllm_text",
+)
 """Oracles that need the environment of `nox -s oracle`; the others run in vllmx's own."""
 SECONDS = 1200
 

@@ -134,6 +134,8 @@ CAPS = {
     # Sums in bfloat16 or float32 over many elements, probabilities rounded to the dtype.
     "attention": 16.0,
     "gemm": 16.0,
+    # Each token is added to what all before it left; keys that are alike add up their errors.
+    "scan": 16.0,
     # Angles of 8191 radians in float32 are off by 2^-11.
     "table": 4096.0,
 }

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from . import gdn_truth, sampler_truth
 from .dtypes import Array
-from .op_table import OPS
-from .sampler_truth import TRUTH
-from .truth64 import Outputs
+from .truth64 import TRUTH, Outputs
+
+assert gdn_truth.TRUTH is sampler_truth.TRUTH is TRUTH  # they register theirs with it
 
 
 def truth_of(op: str, arguments: Mapping[str, Any]) -> Outputs | None:
@@ -28,5 +29,5 @@ def symbols_of(op: str) -> list[str]:
     """The symbols of the truth, for the closure."""
     if op not in TRUTH:
         return []
-    module = "sampler_truth" if OPS[op].sampler else "truth64"
+    module = TRUTH[op].__module__.rpartition(".")[2]
     return [f"parity/{module}.py:{op}"]
