@@ -42,6 +42,13 @@ LINEAR = {
     "mamba_ssm_dtype": "float32",
     "rope_parameters": {**ROPE, "partial_rotary_factor": 0.25},
 }
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96,
+    "norm_topk_prob": True,
+}
 VISION = {
     "depth": 1,
     "hidden_size": 32,
@@ -78,6 +85,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": ROPE,
             "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
         },
+    },
+    "tiny-qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "layer_types": LINEAR_LAYERS,
+        "mlp_only_layers": [1],
+        **LINEAR,
+        **EXPERTS,
+    },
+    "tiny-qwen3_5_moe": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "qwen3_5_moe_text",
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "layer_types": LINEAR_LAYERS,
+            **LINEAR,
+            **EXPERTS,
+        },
+        "vision_config": VISION,
     },
     "tiny-qwen3_5": {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -120,7 +151,8 @@ def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for i, kind in enumerate(kinds):
         layer = f"{model}.layers.{i}"
         parts = _linear_attention(text) if kind == "linear_attention" else _attention(text)
-        parts |= _mlp(hidden, text["intermediate_size"])
+        sparse = "num_experts" in text and i not in text.get("mlp_only_layers", [])
+        parts |= _experts(text) if sparse else _mlp(hidden, text["intermediate_size"])
         parts |= {f"{norm}.weight": (hidden,) for norm in norms}
         found |= {f"{layer}.{part}": shape for part, shape in parts.items()}
     found[f"{model}.norm.weight"] = (hidden,)
@@ -150,11 +182,12 @@ def _linear_attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
     values = heads * config["linear_value_head_dim"]
+    parts = {"qkv": 2 * keys + values, "z": values, "b": heads, "a": heads}
+    if config["model_type"] == "qwen3_next":  # rows of all parts, key head by key head
+        parts = {"qkvz": 2 * keys + 2 * values, "ba": 2 * heads}
+    projections = {f"linear_attn.in_proj_{n}.weight": (rows, hidden) for n, rows in parts.items()}
     return {
-        "linear_attn.in_proj_qkv.weight": (2 * keys + values, hidden),
-        "linear_attn.in_proj_z.weight": (values, hidden),
-        "linear_attn.in_proj_b.weight": (heads, hidden),
-        "linear_attn.in_proj_a.weight": (heads, hidden),
+        **projections,
         "linear_attn.conv1d.weight": (2 * keys + values, 1, config["linear_conv_kernel_dim"]),
         "linear_attn.A_log": (heads,),
         "linear_attn.dt_bias": (heads,),
@@ -169,6 +202,22 @@ def _mlp(hidden: int, inner: int, prefix: str = "mlp") -> dict[str, tuple[int, .
         f"{prefix}.up_proj.weight": (inner, hidden),
         f"{prefix}.down_proj.weight": (hidden, inner),
     }
+
+
+def _experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Experts one by one in Qwen3-Next, stacked in Qwen3.5."""
+    hidden, inner, count = (
+        config[key] for key in ("hidden_size", "moe_intermediate_size", "num_experts")
+    )
+    found = {"mlp.gate.weight": (count, hidden), "mlp.shared_expert_gate.weight": (1, hidden)}
+    found |= _mlp(hidden, config["shared_expert_intermediate_size"], "mlp.shared_expert")
+    if config["model_type"] == "qwen3_next":
+        for expert in range(count):
+            found |= _mlp(hidden, inner, f"mlp.experts.{expert}")
+        return found
+    found["mlp.experts.gate_up_proj"] = (count, 2 * inner, hidden)
+    found["mlp.experts.down_proj"] = (count, hidden, inner)
+    return found
 
 
 def weight(name: str, tensor: str, shape: tuple[int, ...], less_one: bool) -> np.ndarray:
@@ -190,6 +239,13 @@ def weight(name: str, tensor: str, shape: tuple[int, ...], less_one: bool) -> np
     return normal.reshape(shape).astype(np.float32)
 
 
+def as_bfloat16(x: np.ndarray) -> np.ndarray:
+    """x rounded to what bfloat16 holds, ties to even, still float32."""
+    bits = x.view(np.uint32)
+    even = (bits >> 16) & 1
+    return ((bits + 0x7FFF + even) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
 def save(name: str, folder: Path) -> None:
     """Write the checkpoint `name` into `folder`."""
     config = config_of(name)
@@ -197,6 +253,9 @@ def save(name: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {key: weight(name, key, shape, less_one) for key, shape in shapes(config).items()}
+    if "num_experts" in config.get("text_config", config):
+        # A provider that rounds weights to half precision must send tokens to the same experts.
+        tensors = {key: as_bfloat16(tensor) for key, tensor in tensors.items()}
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
 
 

@@ -459,7 +459,7 @@ def _attention(
 
 if __name__ == "__main__":
     # The sampler's steps and the joined ops register themselves with the same oracle.
-    from oracles import vllm_fused, vllm_ops, vllm_sampler
+    from oracles import vllm_fused, vllm_moe, vllm_ops, vllm_sampler
 
-    assert vllm_sampler.ORACLE is vllm_ops.ORACLE is vllm_fused.ORACLE
+    assert vllm_sampler.ORACLE is vllm_ops.ORACLE is vllm_fused.ORACLE is vllm_moe.ORACLE
     sys.exit(main(vllm_ops.ORACLE))

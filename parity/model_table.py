@@ -132,6 +132,8 @@ MODELS = {
         ModelEntry("tiny-qwen3", **TINY),
         ModelEntry("tiny-gemma3", **TINY),
         ModelEntry("tiny-qwen3_5", **HYBRID),
+        ModelEntry("tiny-qwen3_5_moe", **HYBRID),
+        ModelEntry("tiny-qwen3_next", **HYBRID),
     )
 }
 

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import cache_cases, fused_cases, gdn_cases, gguf_cases, op_cases, rope_cases, sampler_cases
+from . import (
+    cache_cases,
+    fused_cases,
+    gdn_cases,
+    gguf_cases,
+    moe_cases,
+    op_cases,
+    rope_cases,
+    sampler_cases,
+)
 from .inputs import Case, CaseTable
 
 EXACT = "exact"
@@ -121,6 +130,15 @@ OPS = {
             "triton-interpreter",
             **_STATE,
         ),
+        _ir(
+            "topk_softmax",
+            moe_cases.CASES,
+            "probs",
+            "cpu-select-experts",
+            outputs=("weights", "ids"),
+            exact=("ids",),
+        ),
+        _ir("fused_experts", moe_cases.CASES, "moe", "cpu-fused-moe"),
         _ir("linear", op_cases.CASES, "gemm", "unquantized-gemm"),
         _ir(
             "linear_add",

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from . import gdn_truth, sampler_truth
+from . import gdn_truth, moe_truth, sampler_truth
 from .dtypes import Array
 from .truth64 import TRUTH, Outputs
 
-assert gdn_truth.TRUTH is sampler_truth.TRUTH is TRUTH  # they register theirs with it
+# These register theirs with it.
+assert gdn_truth.TRUTH is moe_truth.TRUTH is sampler_truth.TRUTH is TRUTH
 
 
 def truth_of(op: str, arguments: Mapping[str, Any]) -> Outputs | None:

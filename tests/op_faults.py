@@ -86,6 +86,22 @@ def _whole_heads(**args):
 
 PACKED = "fused_recurrent_gated_delta_rule_packed_decode"
 FAULTS = {
+    "weights not renormalised": (
+        "topk_softmax",
+        _changed("topk_softmax", renormalize=lambda a: False),
+    ),
+    "softmax of half the scores": (
+        "topk_softmax",
+        _changed("topk_softmax", gating_output=lambda a: a["gating_output"] / 2),
+    ),
+    "an expert for another": (
+        "fused_experts",
+        _changed("fused_experts", topk_ids=lambda a: (a["topk_ids"] - 1).clamp(min=0)),
+    ),
+    "experts alike in weight": (
+        "fused_experts",
+        _changed("fused_experts", topk_weights=lambda a: a["topk_weights"].sort(1).values),
+    ),
     "gate before the norm": (
         "rms_norm_gated",
         lambda x, weight, z, epsilon, activation: rms(F.silu(z) * x, weight, epsilon),
