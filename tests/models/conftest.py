@@ -10,7 +10,7 @@ from checkpoints import TINY, build_engine, save_tiny
 from vllmx.entrypoints.llm import LLM
 
 
-@pytest.fixture(scope="session", params=[*sorted(TINY), "qwen3_5", "qwen3next"])
+@pytest.fixture(scope="session", params=sorted(TINY))
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """(folder, transformers model) of a tiny checkpoint with random weights, by architecture."""
     torch.set_num_threads(1)
