@@ -109,3 +109,17 @@ def test_preemptions(hybrid: tuple, caching: bool, monkeypatch: pytest.MonkeyPat
     )
     assert_right(run(llm, prompts(5, (45, 40, 47, 30)), 50), twin)
     assert preempted
+
+
+def test_states_of_half_precision_take_half_the_room(hybrid: tuple) -> None:
+    folder, twin = hybrid
+    llm = engine(folder, mamba_cache_dtype="bfloat16", mamba_ssm_cache_dtype="bfloat16")
+    core = llm.llm_engine.engine_core.engine_core
+    spec = core.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    assert spec.dtypes == ("bfloat16", "bfloat16")
+    assert spec.page_size_bytes == 32 * 512
+    short = prompts(6, (1, 9, 20))
+    outputs = run(llm, short, 3)
+    assert_right(outputs, twin, tolerance=0.05)
+    exact = run(engine(folder), short, 3)
+    assert any(a.outputs[0].logprobs != b.outputs[0].logprobs for a, b in zip(outputs, exact))
