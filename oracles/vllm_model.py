@@ -50,20 +50,25 @@ def describe() -> dict[str, Any]:
 def compute(job: Job) -> Answer:
     """Continue and score the sequences of `job`."""
     os.environ.update(SETTINGS)
-    from vllm import LLM, SamplingParams
-
     if gdn_reference.is_hybrid(Path(job.folder)):
         gdn_reference.patch()
+    return answer_of(job, dtype="float32", enforce_eager=True)
+
+
+def answer_of(job: Job, **options: Any) -> Answer:
+    """What an engine with these options says; `stream` needs one that runs eagerly."""
+    from vllm import LLM, SamplingParams
+
+    if gdn_reference.is_nested(Path(job.folder)):
+        options["language_model_only"] = True
     llm = LLM(
         model=job.folder,
-        dtype="float32",
-        enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=LONGEST,
         max_logprobs=job.top_k,
         skip_tokenizer_init=True,
         disable_log_stats=True,
-        **({"language_model_only": True} if gdn_reference.is_nested(Path(job.folder)) else {}),
+        **options,
     )
     greedy = SamplingParams(
         temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False
@@ -82,7 +87,8 @@ def compute(job: Job) -> Answer:
             top = [(token, entry.logprob) for token, entry in ranked if entry.rank <= job.top_k]
             ids, values = zip(*top[: job.top_k])
             answer.add(np.array(ids), np.array(values), scored[following].logprob, ids[0])
-    answer.stream = _stream(llm, answer.sequences[-1])
+    if options["enforce_eager"]:
+        answer.stream = _stream(llm, answer.sequences[-1])
     return answer
 
 
@@ -116,7 +122,7 @@ def _stream(llm: Any, sequence: list[int]) -> list[np.ndarray]:
     _generate(llm, [sequence], SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
     for handle in handles:
         handle.remove()
-    return [rows[: len(sequence)].numpy() for rows in seen]
+    return [rows[: len(sequence)].float().cpu().numpy() for rows in seen]
 
 
 if __name__ == "__main__":

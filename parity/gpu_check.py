@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One GPU, checked and timed in one call: ops, attention, engines as graphs and eagerly, figures.
 
-    python parity/gpu_check.py --out FOLDER [--commit NAME] [--only ops,attention,tiny,long,speed]
+    python parity/gpu_check.py --out FOLDER [--commit NAME] [--only ops,tiny,memory,...]
 
 Each section prints its verdicts and writes FOLDER/gpu_check.json as it goes, so that a run that is
 cut short has shown something. Weights are dummies of seeded noise; nothing is fetched.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import json
 import platform
 import random
@@ -81,6 +82,16 @@ TINIES = {
         "sliding_window": 8,
         "query_pre_attn_scalar": 24,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "qwen3_5": TINY
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
     },
 }
 DECODE_BATCHES = (1, 8, 32, 128, 256)
@@ -337,6 +348,7 @@ def check_tiny(report: Report) -> None:
             "graphs": {"scheduler__async_scheduling": False},
             "graphs, async": {},
             "graphs, async, small pool": {"cache__num_gpu_blocks_override": 90},
+            "graphs, async, prefix caching": {"cache__enable_prefix_caching": True},
         }
         for way, options in ways.items():
             exact = {"model__dtype": "float32"}
@@ -527,7 +539,13 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "long": check_long,
     "speed": check_speed,
     "eager": check_eager,
+    "memory": lambda report: _section("gpu_memory", "check_memory", report),
 }
+
+
+def _section(module: str, name: str, report: Report) -> None:
+    """Run a section that has a file of its own."""
+    getattr(importlib.import_module(f"parity.{module}"), name)(report)
 
 
 def main() -> int:

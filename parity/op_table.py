@@ -7,7 +7,7 @@ do, which have one implementation each, is treated as an op with the provider `v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import (
     cache_cases,
@@ -32,7 +32,8 @@ class OpEntry:
 
     outputs: the names of its outputs in order; kind: the class of limits in policy.yaml;
     exact: outputs that are compared bit by bit although the kind has limits; mutates: arguments
-    that it writes, which are then outputs of the same name; lane: what of the oracle made it.
+    that it writes, which are then outputs of the same name; lane: what of the oracle made it;
+    wide: outputs that are float32 whatever the dtype of the case.
     """
 
     name: str
@@ -44,6 +45,7 @@ class OpEntry:
     exact: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
     sampler: bool = False
+    wide: tuple[str, ...] = ()
 
     @property
     def feature(self) -> str:
@@ -75,7 +77,7 @@ def _sampler(name: str, kind: str, lane: str, **facts: object) -> OpEntry:
 
 
 _CACHES = ("key_cache", "value_cache")
-_STATE = {"outputs": ("out", "ssm_state"), "mutates": ("ssm_state",)}
+_STATE = {"outputs": ("out", "ssm_state"), "mutates": ("ssm_state",), "wide": ("ssm_state",)}
 OPS = {
     entry.name: entry
     for entry in (
@@ -121,6 +123,7 @@ OPS = {
             "triton-interpreter",
             outputs=("q", "k", "v", "g", "beta"),
             exact=("v",),
+            wide=("g", "beta"),
         ),
         _gdn("chunk_gated_delta_rule", "scan", "upstream-by-dtype", **_STATE),
         _gdn("recurrent_gated_delta_rule", "scan", "triton-interpreter", **_STATE),
@@ -137,6 +140,7 @@ OPS = {
             "cpu-select-experts",
             outputs=("weights", "ids"),
             exact=("ids",),
+            wide=("weights",),
         ),
         _ir("fused_experts", moe_cases.CASES, "moe", "cpu-fused-moe"),
         _ir("linear", op_cases.CASES, "gemm", "unquantized-gemm"),
@@ -146,6 +150,7 @@ OPS = {
             "gemm",
             "unquantized-gemm",
             outputs=("out", "squares"),
+            wide=("squares",),
         ),
         _ir("rms_norm_linear", fused_cases.CASES, "gemm", "unquantized-gemm"),
         _ir("rms_norm_gated_linear", fused_cases.CASES, "gemm", "unquantized-gemm"),
@@ -201,6 +206,16 @@ OPS = {
         ),
     )
 }
+
+
+GPU_OPS = {
+    name: replace(OPS[name], oracle="vllm_gpu_ops", lane="cuda-kernel")
+    for name in (
+        *("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding"),
+        *("linear", "reshape_and_cache", "paged_attention"),
+    )
+}
+"""Ops that upstream's GPU build has a kernel for: a second lane of goldens, goldens/ops_gpu."""
 
 
 def golden_name(op: str, case: str, dtype: str) -> str:

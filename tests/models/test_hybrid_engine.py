@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import HYBRID, VOCAB, build_engine, save_tiny
+from gpu_helpers import on_a_gpu, runner_of
 
 from vllmx import LLM, SamplingParams
 from vllmx.core.kv_cache_interface import FullAttentionSpec, MambaSpec
@@ -109,3 +110,39 @@ def test_preemptions(hybrid: tuple, caching: bool, monkeypatch: pytest.MonkeyPat
     )
     assert_right(run(llm, prompts(5, (45, 40, 47, 30)), 50), twin)
     assert preempted
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_gpus_steps_and_graphs(hybrid: tuple, caching: bool, monkeypatch) -> None:
+    folder, twin = hybrid
+    llm = on_a_gpu(
+        monkeypatch,
+        folder,
+        [1, 2, 4],
+        ir_op_priority={"linear": ["torch"]},
+        enable_prefix_caching=caching,
+        async_scheduling=True,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=128,
+        num_gpu_blocks_override=40,
+    )
+    asked = prompts(7)
+    for _ in range(2):
+        assert_right(run(llm, asked), twin)
+    graphs = runner_of(llm).gpu_steps.cudagraph_manager.graphs
+    assert sum(graph.replays for graph in graphs.values())
+
+
+def test_states_of_half_precision_take_half_the_room(hybrid: tuple) -> None:
+    folder, twin = hybrid
+    llm = engine(folder, mamba_cache_dtype="bfloat16", mamba_ssm_cache_dtype="bfloat16")
+    core = llm.llm_engine.engine_core.engine_core
+    spec = core.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    assert spec.dtypes == ("bfloat16", "bfloat16")
+    assert spec.page_size_bytes == 32 * 512
+    short = prompts(6, (1, 9, 20))
+    outputs = run(llm, short, 3)
+    assert_right(outputs, twin, tolerance=0.05)
+    exact = run(engine(folder), short, 3)
+    assert any(a.outputs[0].logprobs != b.outputs[0].logprobs for a, b in zip(outputs, exact))

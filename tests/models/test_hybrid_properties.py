@@ -62,10 +62,21 @@ def folders(tmp_path_factory):
     spare_blocks=st.integers(0, 40),
     budget=st.sampled_from((16, 19, 64)),
     max_num_seqs=st.integers(1, 6),
+    ahead=st.booleans(),
+    reset_at=st.sampled_from((None, None, 7, 15)),
     asked=st.lists(ASKED, min_size=1, max_size=8),
 )
 def test_answers_are_those_of_the_rule(
-    folders, pattern, caching, block_size, spare_blocks, budget, max_num_seqs, asked
+    folders,
+    pattern,
+    caching,
+    block_size,
+    spare_blocks,
+    budget,
+    max_num_seqs,
+    ahead,
+    reset_at,
+    asked,
 ) -> None:
     # The longest request, its states, and the null block.
     least = -(-MAX_MODEL_LEN // 8) + 2 * (len(pattern)) + 1
@@ -77,12 +88,13 @@ def test_answers_are_those_of_the_rule(
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
+        async_scheduling=ahead,
     )
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner
     for layer in mamba_layers(runner.model).values():
         for state in layer.kv_cache:
             state[1:].fill_(float("nan"))
-    answers = drive(llm.llm_engine, asked)
+    answers = drive(llm.llm_engine, asked, reset_at)
     for number, request in enumerate(asked):
         tokens = answers[number]
         if request.patience == 1000:
@@ -92,8 +104,9 @@ def test_answers_are_those_of_the_rule(
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
 
 
-def drive(engine: Any, asked: list[Asked]) -> dict[int, list[int]]:
-    """Step to the end; the tokens of each request, as many as it got."""
+def drive(engine: Any, asked: list[Asked], reset_at: int | None) -> dict[int, list[int]]:
+    """Step to the end; the tokens of each request, as many as it got. Before step `reset_at` all
+    that run are preempted and the prefix cache is emptied."""
     answers: dict[int, list[int]] = {i: [] for i in range(len(asked))}
     for step in range(3000):
         for number, request in enumerate(asked):
@@ -105,6 +118,8 @@ def drive(engine: Any, asked: list[Asked]) -> dict[int, list[int]]:
                 engine.add_request(str(number), prompt, params)
             if request.arrival + request.patience == step:
                 engine.abort_request([str(number)])
+        if step == reset_at:
+            engine.reset_prefix_cache(reset_running_requests=True)
         if step > 20 and not engine.has_unfinished_requests():
             return answers
         for output in engine.step():

@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hybrid_model import Recurrence, hybrid_engine, registered, save_hybrid
+import torch
+from hybrid_model import HEAD, WIDTH, Recurrence, hybrid_engine, registered, save_hybrid
 
 from vllmx import LLM
 from vllmx.attention.selector import get_mamba_builder_cls
-from vllmx.config import SpeculativeConfig, VllmConfig
+from vllmx.config import KernelConfig, SpeculativeConfig, VllmConfig
 from vllmx.exceptions import UnsupportedError, UserError
+from vllmx.ir.select import OpTable
+from vllmx.layers.attention import Attention
 from vllmx.worker.mamba_config import verify_and_update_config
 
-STATE = 2 * 2 + 13 * 13 * 4
-"""Bytes of the states of a layer; a token of attention takes 128."""
+STATE = 2 * 2 + WIDTH * WIDTH * 4
+"""Bytes of the states of a layer."""
+TOKEN = 2 * HEAD * 4
+"""Bytes of a token in a layer of attention."""
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +45,40 @@ def test_blocks_grow_by_whole_ones_until_they_hold_a_state(folder, block_size, g
     llm = hybrid_engine(folder, block_size=block_size)
     specs = specs_of(llm)
     assert specs["layers.2"].block_size == grown
-    assert {spec.page_size_bytes for spec in specs.values()} == {grown * 128}
-    assert grown * 128 >= STATE > (grown - block_size) * 128
+    assert {spec.page_size_bytes for spec in specs.values()} == {grown * TOKEN}
+    assert grown * TOKEN >= STATE > (grown - block_size) * TOKEN
     # One state a request, of all its tokens.
     assert specs["layers.0"].block_size == 256
     assert specs["layers.0"].mamba_cache_mode == "none"
+
+
+class Shaped(Recurrence):
+    """A layer with the states of a gated delta net of 16 key heads, all heads of 128."""
+
+    value_heads = 48
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return ((2 * 16 * 128 + self.value_heads * 128, 3), (self.value_heads, 128, 128))
+
+    def get_state_dtype(self) -> tuple[torch.dtype, ...]:
+        return (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("value_heads", "kv_heads", "upstream"), [(48, 4, 784), (32, 2, 1056)], ids=["27b", "35b-a3b"]
+)
+def test_blocks_of_qwen3_5_are_as_long_as_upstreams(value_heads, kv_heads, upstream) -> None:
+    """Upstream 0.25.0 logs these sizes for the models in bfloat16."""
+    config = VllmConfig()
+    config.cache_config.block_size, config.model_config.max_model_len = 16, 4096
+    ops = OpTable(KernelConfig(), "cpu", torch.bfloat16)
+    attention = Attention(8, 256, 1.0, kv_heads, vllm_config=config, ops=ops, prefix="a")
+    states = Shaped("s")
+    states.value_heads = value_heads
+    verify_and_update_config(config, {"a": attention}, {"s": states})
+    assert config.cache_config.block_size == upstream
+    pages = {layer.get_kv_cache_spec(config).page_size_bytes for layer in (attention, states)}
+    assert pages == {upstream * 2 * kv_heads * 256 * 2}
 
 
 def test_states_lie_in_the_pages_that_attention_uses(folder) -> None:
@@ -52,14 +86,14 @@ def test_states_lie_in_the_pages_that_attention_uses(folder) -> None:
     core = llm.llm_engine.engine_core.engine_core
     layers = core.model_executor.driver_worker.model_runner.model.layers
     (tensor,) = core.kv_cache_config.kv_cache_tensors
-    assert tensor.size == 200 * 1024 and sorted(tensor.shared_by) == [
+    assert tensor.size == 200 * 8 * TOKEN and sorted(tensor.shared_by) == [
         f"layers.{i}" for i in (0, 1, 2)
     ]
     first = layers[2].attn.kv_cache
     for layer in layers[:2]:
         conv, state = layer.kv_cache
         assert conv.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        assert conv.shape == (200, 1, 2) and state.shape == (200, 1, 13, 13)
+        assert conv.shape == (200, 1, 2) and state.shape == (200, 1, WIDTH, WIDTH)
         assert conv[7].data_ptr() == first[7].data_ptr()
         assert state[7].data_ptr() == first[7].data_ptr() + 4
         assert not first.any()

@@ -78,8 +78,13 @@ class AttentionBackend(ABC):
         scale: float,
         sliding_window: int | None,
         soft_cap: float | None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
-        """Attention of query [num_tokens, num_heads, head_size] to the cache; same shape back."""
+        """Attention of query [num_tokens, num_heads, head_size] to the cache; same shape back.
+
+        k_scale, v_scale: as of the op `paged_attention`.
+        """
 
     @staticmethod
     def get_kv_cache_shape(
@@ -117,6 +122,8 @@ class AttentionBackend(ABC):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         """This backend as a provider of the op `paged_attention`: build the metadata, then run."""
         starts, lengths = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
@@ -133,4 +140,5 @@ class AttentionBackend(ABC):
             slot_mapping=torch.empty(0, dtype=torch.int64, device=query.device),
         )
         metadata = cls.get_builder_cls()(key_cache.shape[1], query.device).build(common)
-        return cls.run(query, key_cache, value_cache, metadata, scale, sliding_window, soft_cap)
+        how = (scale, sliding_window, soft_cap, k_scale, v_scale)
+        return cls.run(query, key_cache, value_cache, metadata, *how)

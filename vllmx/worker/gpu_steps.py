@@ -44,9 +44,8 @@ class GPUSteps:
             runner.req_states, runner.block_tables, scheduler_config.max_num_batched_tokens
         )
         mode = resolve_cudagraph_mode(runner.vllm_config, runner.device)
-        reason = graph_refusal(runner)
-        if mode != "NONE" and reason is not None:
-            logger.warning("no CUDA graphs: %s", reason)
+        self.graph_refusal = None if mode == "NONE" else graph_refusal(runner)
+        if self.graph_refusal is not None:
             mode = "NONE"
         self.cudagraph_manager = ModelCudaGraphManager(
             runner.vllm_config, mode, self._send_padding, self._decode_step
@@ -64,9 +63,18 @@ class GPUSteps:
     @torch.inference_mode()
     def capture_model(self) -> int:
         """Capture the CUDA graphs, if there are to be any; the bytes that they take."""
+        if self.graph_refusal is not None:
+            logger.warning("no CUDA graphs: %s", self.graph_refusal)
         if not self.cudagraph_manager.needs_capture():
             return 0
         return self.cudagraph_manager.capture()
+
+    @torch.inference_mode()
+    def profile_cudagraph_memory(self) -> int:
+        """Bytes that the graphs will take, by a few that are captured and dropped again."""
+        if not self.cudagraph_manager.needs_capture():
+            return 0
+        return self.cudagraph_manager.profile_memory()
 
     # ------------------------------------------------------------------ execute
 

@@ -77,8 +77,10 @@ class GPUModelRunner:
             if isinstance(layer, MambaBase) or layer.kv_sharing_target_layer_name is None
         }
 
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
-        """Allocate the cache; max_model_len is final by now."""
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, is_profiling: bool = False
+    ) -> None:
+        """Allocate the cache; max_model_len is final by now, unless it is to be profiled."""
         layers = cache_layers(self.model)
         self.attn_layers = [layer for layer in layers.values() if isinstance(layer, Attention)]
         shared = shared_kv_cache_layers(layers)
@@ -87,7 +89,7 @@ class GPUModelRunner:
         groups = kv_cache_config.kv_cache_groups
         add_kv_sharing_layers_to_kv_cache_groups(shared, groups)
         self.attn_builders = AttnMetadataBuilders(kv_cache_config, layers, self.device)
-        if self.vllm_config.kv_transfer_config is not None:
+        if self.vllm_config.kv_transfer_config is not None and not is_profiling:
             self.kv_connector = ActiveKVConnector(
                 self.vllm_config, kv_cache_config, attention_layers(self.model)
             )
@@ -109,6 +111,19 @@ class GPUModelRunner:
         self.forget_requests()
         if self.device != "cpu":
             self.gpu_steps = GPUSteps(self)
+
+    def release_kv_cache(self) -> None:
+        """Let go of the cache, of the tables, and of graphs that read them."""
+        self.execute_model_state = None
+        self.gpu_steps = self.model_state = None
+        for layer in cache_layers(self.model).values():
+            layer.release_kv_cache()
+        del self.attn_builders, self.req_states, self.block_tables
+        del self.sampler, self.prompt_logprobs_worker
+
+    def profile_cudagraph_memory(self) -> int:
+        """Bytes that the CUDA graphs will take, from a few of them; they are let go of."""
+        return 0 if self.gpu_steps is None else self.gpu_steps.profile_cudagraph_memory()
 
     def capture_model(self) -> int:
         """Capture CUDA graphs, if there are to be any; the bytes that they take."""

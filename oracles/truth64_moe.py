@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in float64; see truth64.py."""
+"""Mixtures of experts in float64; see truth64_ops.py."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .truth64 import TRUTH, Outputs, silu_and_mul, truth
+from oracles.truth64_ops import TRUTH, Outputs, silu_and_mul, truth
 
 __all__ = ["TRUTH"]
 
