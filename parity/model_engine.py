@@ -94,10 +94,18 @@ def shown(
 
 
 def cache_misses(llm: LLM, prompts: list[list[int]]) -> int:
-    """How many of `prompts`, asked twice, take no token from the cache the second time."""
+    """How many of `prompts` that are longer than a block, asked twice, take no token from the cache
+    the second time; all of them where none is longer."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    block_size = llm.llm_engine.vllm_config.cache_config.block_size
+    assert block_size is not None
     _generate(llm, prompts, params)
-    return sum(not output.num_cached_tokens for output in _generate(llm, prompts, params))
+    hits = [
+        bool(output.num_cached_tokens)
+        for output, prompt in zip(_generate(llm, prompts, params), prompts)
+        if len(prompt) > block_size
+    ]
+    return hits.count(False) if hits else len(prompts)
 
 
 def decoded(

@@ -973,8 +973,6 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "model.use_fp64_gumbel": (False,),
     "scheduler.prefill_schedule_interval": (1,),
     "cache.mamba_block_size": (None,),
-    "cache.mamba_cache_dtype": ("auto",),
-    "cache.mamba_ssm_cache_dtype": ("auto",),
     "compilation.cudagraph_mode": (None, "NONE", "FULL_DECODE_ONLY", "FULL"),
 }
 

@@ -37,8 +37,6 @@ OTHER = {
     "model.use_fp64_gumbel": True,
     "scheduler.prefill_schedule_interval": 2,
     "cache.mamba_block_size": 16,
-    "cache.mamba_cache_dtype": "float32",
-    "cache.mamba_ssm_cache_dtype": "float32",
     "compilation.cudagraph_mode": "PIECEWISE",
 }
 

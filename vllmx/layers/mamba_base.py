@@ -49,6 +49,10 @@ class MambaBase(nn.Module):
         """Use `states`, [num_blocks, *shape] in the order of get_state_shape, from now on."""
         self.kv_cache = states
 
+    def release_kv_cache(self) -> None:
+        """Let go of the states, until others are bound."""
+        del self.kv_cache
+
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> MambaSpec:
         """What this layer keeps of a request, and after how many tokens."""
         cache_config = vllm_config.cache_config

@@ -118,7 +118,7 @@ def zero_blocks(layers: Iterable[Attention], block_ids: list[int], device: str) 
     what was not written, but a kernel that loads whole blocks multiplies it by a mask of zeros."""
     index = torch.tensor(block_ids, pin_memory=device != "cpu").to(device, non_blocking=True)
     for layer in layers:
-        layer.kv_cache[index] = 0
+        layer.kv_cache.view(torch.uint8).index_fill_(0, index, 0)
 
 
 def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:
