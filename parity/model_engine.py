@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from vllmx import LLM, SamplingParams
 from vllmx.config import finalize
 from vllmx.engine.arg_utils import engine_args_to_config
 
+from .bisect_steps import recorded
 from .checkpoints import tiny_folder
 from .model_gate import Ours
 from .model_golden import Scores
@@ -216,6 +217,43 @@ def streams(llm: LLM, sequence: list[int], graft: np.ndarray | None = None) -> l
     with tapped(llm, graft) as seen:
         _generate(llm, [sequence], SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
     return seen
+
+
+def last_logits(llm: LLM, sequence: list[int], tap: bool = False) -> bytes:
+    """The bytes of the logits after a sequence, with its layers watched or not."""
+    model, seen = model_of(llm), []
+    inner = model.compute_logits
+
+    def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = inner(hidden_states)
+        seen.append(logits.float().cpu().numpy().tobytes())
+        return logits
+
+    model.compute_logits = compute_logits
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    try:
+        with tapped(llm) if tap else nullcontext():
+            _generate(llm, [sequence], params)
+    finally:
+        del model.compute_logits
+    return b"".join(seen)
+
+
+def layer_steps(
+    llm: LLM, sequence: list[int], layer: int, graft: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The steps of a layer (bisect_steps.py), every layer given its input of `graft`."""
+    module = model_of(llm).model.layers[layer]
+    with recorded(module, len(sequence)) as steps:
+        streams(llm, sequence, graft)
+    return steps
+
+
+def provider_of(llm: LLM) -> dict[str, str]:
+    """Op -> the provider that serves it in an engine of this process."""
+    core: Any = llm.llm_engine.engine_core
+    ops = core.engine_core.model_executor.driver_worker.model_runner.ops
+    return {name: choice.provider for name, choice in sorted(ops.choices.items())}
 
 
 def sketches(llm: LLM, sequence: list[int]) -> np.ndarray:

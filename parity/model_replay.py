@@ -180,9 +180,9 @@ class ModelLane:
 
 def _proof(llm: Any) -> dict[str, Any]:
     """Which provider served each op of the model."""
-    core = llm.llm_engine.engine_core
-    choices = core.engine_core.model_executor.driver_worker.model_runner.ops.choices
-    return {"selected": {name: choice.provider for name, choice in sorted(choices.items())}}
+    from .model_engine import provider_of
+
+    return {"selected": provider_of(llm)}
 
 
 def _teeth(want: Scores, floor: Scores, limits: Any) -> dict[str, bool]:
