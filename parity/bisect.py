@@ -11,6 +11,7 @@ is; 2 where looking changes what is computed, as then nothing that was seen is o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +129,7 @@ def look(
     job: dict[str, Any],
 ) -> Bisected:
     """The same of an engine and of transformers' stream `want`; `job` asks for more of it."""
-    from .model_engine import last_logits, layer_steps, provider_of, streams
+    from .model_engine import provider_of, streams
 
     plain = last_logits(llm, sequence)
     propagated, watched = streams(llm, sequence), last_logits(llm, sequence, tap=True)
@@ -140,6 +141,40 @@ def look(
         steps = bisect_steps.compare(oracle["steps"], told, ours, provider_of(llm))
     step = bisect_steps.blame(steps, smallest)
     return Bisected(errors, layer, steps, step, plain != watched, smallest)
+
+
+def last_logits(llm: Any, sequence: list[int], tap: bool = False) -> bytes:
+    """The bytes of the logits after a sequence, with its layers watched or not."""
+    from .model_engine import SamplingParams, generate, model_of, tapped
+
+    model, seen = model_of(llm), []
+    inner = model.compute_logits
+
+    def compute_logits(hidden_states: Any) -> Any:
+        logits = inner(hidden_states)
+        seen.append(logits.float().cpu().numpy().tobytes())
+        return logits
+
+    model.compute_logits = compute_logits
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    try:
+        with tapped(llm) if tap else nullcontext():
+            generate(llm, [sequence], params)
+    finally:
+        del model.compute_logits
+    return b"".join(seen)
+
+
+def layer_steps(
+    llm: Any, sequence: list[int], layer: int, graft: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The steps of a layer (bisect_steps.py), every layer given its input of `graft`."""
+    from .model_engine import model_of, streams
+
+    module = model_of(llm).model.layers[layer]
+    with bisect_steps.recorded(module, len(sequence)) as steps:
+        streams(llm, sequence, graft)
+    return steps
 
 
 def floors_of(entry: ModelEntry) -> list[float]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from vllmx import LLM, SamplingParams
 from vllmx.config import finalize
 from vllmx.engine.arg_utils import engine_args_to_config
 
-from .bisect_steps import recorded
 from .checkpoints import tiny_folder
 from .model_gate import Ours
 from .model_golden import Scores
@@ -54,7 +53,7 @@ def scored(llm: LLM, want: Scores, one_by_one: bool) -> Ours:
     groups = [[s] for s in want.sequences] if one_by_one else [want.sequences]
     position = 0
     with logit_steps(llm) as steps:
-        answers = [_generate(llm, group, params) for group in groups]
+        answers = [generate(llm, group, params) for group in groups]
     for group, outputs in zip(groups, answers):
         for sequence, output in zip(group, outputs):
             assert output.prompt_logprobs is not None
@@ -87,8 +86,8 @@ def shown(
 def cache_misses(llm: LLM, prompts: list[list[int]]) -> int:
     """How many of `prompts`, asked twice, take no token from the cache the second time."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-    _generate(llm, prompts, params)
-    return sum(not output.num_cached_tokens for output in _generate(llm, prompts, params))
+    generate(llm, prompts, params)
+    return sum(not output.num_cached_tokens for output in generate(llm, prompts, params))
 
 
 def decoded(llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int) -> Ours:
@@ -101,7 +100,7 @@ def decoded(llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int) -
     )
     rows = _Rows()
     with logit_steps(llm) as steps:
-        outputs = _generate(llm, prompts, params)
+        outputs = generate(llm, prompts, params)
     for index, output in enumerate(outputs):
         sequence = want.sequences[index]
         completion = output.outputs[0]
@@ -115,7 +114,8 @@ def decoded(llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int) -
     return rows.ours(steps)
 
 
-def _generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+    """The answers to prompts of token ids."""
     return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
 
@@ -215,38 +215,8 @@ def tapped(llm: LLM, graft: np.ndarray | None = None) -> Iterator[list[np.ndarra
 def streams(llm: LLM, sequence: list[int], graft: np.ndarray | None = None) -> list[np.ndarray]:
     """The stream of one sequence computed alone: [tokens, hidden] before and after each layer."""
     with tapped(llm, graft) as seen:
-        _generate(llm, [sequence], SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
+        generate(llm, [sequence], SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
     return seen
-
-
-def last_logits(llm: LLM, sequence: list[int], tap: bool = False) -> bytes:
-    """The bytes of the logits after a sequence, with its layers watched or not."""
-    model, seen = model_of(llm), []
-    inner = model.compute_logits
-
-    def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
-        logits = inner(hidden_states)
-        seen.append(logits.float().cpu().numpy().tobytes())
-        return logits
-
-    model.compute_logits = compute_logits
-    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-    try:
-        with tapped(llm) if tap else nullcontext():
-            _generate(llm, [sequence], params)
-    finally:
-        del model.compute_logits
-    return b"".join(seen)
-
-
-def layer_steps(
-    llm: LLM, sequence: list[int], layer: int, graft: np.ndarray
-) -> dict[str, np.ndarray]:
-    """The steps of a layer (bisect_steps.py), every layer given its input of `graft`."""
-    module = model_of(llm).model.layers[layer]
-    with recorded(module, len(sequence)) as steps:
-        streams(llm, sequence, graft)
-    return steps
 
 
 def provider_of(llm: LLM) -> dict[str, str]:

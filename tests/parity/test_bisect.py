@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from parity import bisect, bisect_steps, policy
-from parity.bisect import EMBEDDING, LayerError
+from parity.bisect import EMBEDDING, LayerError, last_logits, layer_steps
 from parity.bisect_steps import StepError, onset
 from parity.checkpoints import oracle_folder
-from parity.model_engine import build, last_logits, layer_steps, model_of, provider_of
+from parity.model_engine import build, model_of, provider_of
 from parity.model_golden import ask
 from parity.model_table import FLOOR_LANE, MODELS
 from vllmx.config import RunConfig
