@@ -42,6 +42,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from . import evidence_index
+
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]
 EVIDENCE = Path(__file__).resolve().parent / "evidence"
@@ -144,12 +146,14 @@ def append(rows: Iterable[Row], folder: Path = EVIDENCE) -> Path:
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_bytes(text)
     os.replace(partial, path)
+    evidence_index.enter(folder)
     return path
 
 
 def load(folder: Path = EVIDENCE) -> list[Row]:
-    """All rows of `folder`, oldest file first; EvidenceError on a damaged or changed line, and on
-    a file from which lines were taken: its name has the hash of what it was written with."""
+    """All rows of `folder`, oldest file first; EvidenceError on a damaged or changed line, on a
+    file from which lines were taken (its name has the hash of what it was written with), and where
+    a whole file is gone (evidence_index.py)."""
     rows: list[Row] = []
     for path in sorted(folder.glob("*.jsonl")):
         data = path.read_bytes()
@@ -165,6 +169,10 @@ def load(folder: Path = EVIDENCE) -> list[Row]:
                 f"{path.name}: rows were taken out of it or added since it was written; "
                 f"`git log -p -- parity/evidence/{path.name}` shows which"
             )
+    try:
+        evidence_index.check(folder)
+    except evidence_index.ListError as error:
+        raise EvidenceError(str(error)) from error
     return rows
 
 
