@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from . import evidence_index
+from .libraries import NAMES
 
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +74,6 @@ ISSUE = re.compile(r"(issue |#)\d+|https://\S+")
 OPTIONAL = {"reason": str, "retracts": str, "details": dict}
 OUTPUTS = ("parity/evidence/", "reports/")
 """What runs write themselves: a change there doesn't make a tree dirty."""
-LIBRARIES = ("torch", "numpy", "triton")
 
 Row = dict[str, Any]
 
@@ -198,7 +198,7 @@ def run_facts(root: Path = ROOT) -> dict[str, Any]:
         "dirty": head is None or changed is None or bool(dirty_paths(changed)),
         "python": platform.python_version(),
         "machine": f"{sys.platform}-{platform.machine()}",
-        **{name: _version(name) for name in LIBRARIES},
+        **{name: _version(name) for name in NAMES},
     }
 
 

@@ -86,6 +86,7 @@ def as_json(row: FeatureStatus) -> dict[str, Any]:
         "proven": row.proven,
         "headroom": [round(value, 3) for value in row.headrooms] if row.headrooms else None,
         "mutants": {"killed": killed, "required": mutants} if mutants else None,
+        "lost": row.lost,
         "canary": feature.id == CANARY,
     }
 
