@@ -44,7 +44,8 @@ void native_rms_norm(const float *x, int64_t x_stride, float *residual, int64_t 
   for (int64_t row = 0; row < rows; row++) {
     const float *in = x + row * x_stride;
     float *to = out + row * hidden;
-    float squares = 0;
+    // In float it would be off by as much as the CPU has few lanes.
+    double squares = 0;
     if (residual) {
       float *sum = residual + row * residual_stride;
 #pragma omp simd
