@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One GPU, checked and timed in one call: ops, attention, engines as graphs and eagerly, figures.
 
-    python parity/gpu_check.py --out FOLDER [--commit NAME] [--only ops,attention,tiny,long,speed]
+    python parity/gpu_check.py --out FOLDER [--commit NAME] [--only ops,tiny,memory,...]
 
 Each section prints its verdicts and writes FOLDER/gpu_check.json as it goes, so that a run that is
 cut short has shown something. Weights are dummies of seeded noise; nothing is fetched.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import json
 import platform
 import random
@@ -527,7 +528,13 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "long": check_long,
     "speed": check_speed,
     "eager": check_eager,
+    "memory": lambda report: _section("gpu_memory", "check_memory", report),
 }
+
+
+def _section(module: str, name: str, report: Report) -> None:
+    """Run a section that has a file of its own."""
+    getattr(importlib.import_module(f"parity.{module}"), name)(report)
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from vllmx.engine.arg_utils import engine_args_to_config
 from .checkpoints import tiny_folder
 from .model_gate import Ours
 from .model_golden import Scores
-from .model_table import PROVIDERS, SKETCH_TOKENS, ModelEntry
+from .model_table import PROVIDERS, SKETCH_TOKENS, STRADDLED, ModelEntry
 
 LIST = 64
 """How many of our log-probabilities are asked for: the oracle's 32 are nearly always among them."""
@@ -28,8 +28,9 @@ others leave."""
 LONGEST = 1024
 
 
-def build(entry: ModelEntry, provider: str, device: str, chunked: bool) -> LLM:
-    """An engine for the model: whole prompts and no cache, or cut ones and prefix caching."""
+def build(entry: ModelEntry, provider: str, device: str, chunked: bool, eager: bool = False) -> LLM:
+    """An engine for the model: whole prompts and no cache, or cut ones and prefix caching;
+    `eager`: without CUDA graphs where a GPU would take them."""
     model = str(tiny_folder(entry)) if entry.tiny else entry.name
     run = engine_args_to_config(
         model=model,
@@ -37,10 +38,14 @@ def build(entry: ModelEntry, provider: str, device: str, chunked: bool) -> LLM:
         max_logprobs=LIST,
         enable_prefix_caching=chunked,
         skip_tokenizer_init=True,
+        enforce_eager=eager,
         **({"max_num_batched_tokens": CHUNK, "max_num_seqs": 16} if chunked else {}),
     )
     run.kernel.default_priority = list(PROVIDERS[provider])
     run.device.device = device
+    if device == "cuda":
+        run.compilation.cudagraph_capture_sizes = [1, 2, 4, 8, 16, 24]
+        run.cache.kv_cache_memory_bytes = 256 << 20
     run.device.num_threads = 1  # the order of a sum must not depend on the machine
     run.load.use_tqdm_on_load = False
     return LLM(config=finalize(run))
@@ -70,6 +75,9 @@ def shown(
     misses = 0
     if mode == "bs1":
         return {"prefill": scored(llm, want, one_by_one=True)}, misses
+    if mode == "straddle":
+        sizes = {size: decoded(llm, want, prompts, count, size) for size in STRADDLED}
+        return {f"decode{size}": ours for size, ours in sizes.items()}, misses
     parts = {}
     if mode == "prefix":
         # Half of what the oracle generated is given: a prompt may be less than a block.
@@ -90,8 +98,11 @@ def cache_misses(llm: LLM, prompts: list[list[int]]) -> int:
     return sum(not output.num_cached_tokens for output in generate(llm, prompts, params))
 
 
-def decoded(llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int) -> Ours:
-    """Our scores at the tokens that we generate, as long as they are the golden's.
+def decoded(
+    llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int, batch: int | None = None
+) -> Ours:
+    """Our scores at the tokens that we generate, as long as they are the golden's; `batch`: how
+    many are asked at once, over and over the same prompts.
 
     The position where a sequence first differs is the last of it: there, too, both saw the same.
     """
@@ -99,9 +110,10 @@ def decoded(llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int) -
         temperature=0.0, max_tokens=max_tokens, logprobs=LIST, ignore_eos=True, detokenize=False
     )
     rows = _Rows()
+    asked = [i % len(prompts) for i in range(len(prompts) if batch is None else batch)]
     with logit_steps(llm) as steps:
-        outputs = generate(llm, prompts, params)
-    for index, output in enumerate(outputs):
+        outputs = generate(llm, [prompts[i] for i in asked], params)
+    for index, output in zip(asked, outputs, strict=True):
         sequence = want.sequences[index]
         completion = output.outputs[0]
         assert completion.logprobs is not None

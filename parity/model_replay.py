@@ -10,8 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from . import closure, evidence, golden, policy
 from .compare import Check
 from .evidence import Row, make_row
@@ -19,7 +17,7 @@ from .golden import GoldenError
 from .model_gate import classes, farthest, judge, stream_errors, tie_of
 from .model_golden import Scores, load, weights_sha
 from .model_table import FLOOR_LANE, GOLDEN_LANE, MODELS, ModelCell, ModelEntry
-from .op_replay import C_SOURCES
+from .op_replay import C_SOURCES, device_facts
 from .oracle_process import OracleBlocked
 
 CODE = (
@@ -58,6 +56,11 @@ def _sources() -> closure.Sources:
     return closure.Sources(closure.ROOT)
 
 
+def limits_name(cell: ModelCell) -> str:
+    """The limits in policy.yaml of a cell: what `auto` takes differs between the devices."""
+    return cell.provider if cell.device == "cpu" else f"{cell.provider}-{cell.device}"
+
+
 class ModelLane:
     """Replays cells of models on one device."""
 
@@ -71,13 +74,14 @@ class ModelLane:
     def rows(self, cells: Iterable[ModelCell]) -> Iterator[Row]:
         """A row for every cell, whatever comes of it; cells of one engine share it."""
 
-        def engine(cell: ModelCell) -> tuple[str, str, bool]:
-            return cell.entry.name, cell.provider, cell.mode in ("chunked", "prefix")
+        def engine(cell: ModelCell) -> tuple[str, str, bool, bool]:
+            cut = cell.mode in ("chunked", "prefix")
+            return cell.entry.name, cell.provider, cut, cell.mode == "eager"
 
-        for (name, provider, chunked), group in groupby(sorted(cells, key=engine), engine):
+        for (name, provider, *kind), group in groupby(sorted(cells, key=engine), engine):
             listed = list(group)
             try:
-                yield from self._judged(MODELS[name], provider, chunked, listed)
+                yield from self._judged(MODELS[name], provider, *kind, listed)
             except OracleBlocked as error:
                 yield from (self._row(cell, "skip", str(error)) for cell in listed)
             except GoldenError as error:
@@ -87,14 +91,14 @@ class ModelLane:
                 yield from (self._row(cell, "error", reason) for cell in listed)
 
     def _judged(
-        self, entry: ModelEntry, provider: str, chunked: bool, cells: list[ModelCell]
+        self, entry: ModelEntry, provider: str, chunked: bool, eager: bool, cells: list[ModelCell]
     ) -> Iterator[Row]:
         from .model_engine import build
 
         want, floor = load(entry, self.folder)
         if weights_sha(entry) != want.facts["args"]["weights_sha256"]:
             raise GoldenError(f"{entry.name}: the weights here are not those of the golden")
-        llm = build(entry, provider, self.device, chunked)
+        llm = build(entry, provider, self.device, chunked, eager)
         try:
             for cell in cells:
                 yield self._one(cell, llm, want, floor)
@@ -105,7 +109,7 @@ class ModelLane:
         from .model_engine import shown, sketches
 
         started = time.monotonic()
-        limits = self.policy.models[cell.provider]
+        limits = self.policy.models[limits_name(cell)]
         details: dict[str, Any] = {}
         checks: dict[str, Any] = {}
         parts, misses = shown(cell.mode, llm, want, cell.entry.prompts(), cell.entry.max_tokens)
@@ -173,7 +177,7 @@ class ModelLane:
             mode=cell.mode,
             verdict=verdict,
             closure=closure_of(cell),
-            device={"name": self.device, "isa": torch.backends.cpu.get_cpu_capability()},
+            device=device_facts(self.device),
             policy_sha=self.policy.sha256,
             run=self.run,
         )

@@ -38,12 +38,13 @@ COMPARISON = (
 class Lane:
     """Replays cells on one device against the goldens of one folder."""
 
-    def __init__(self, device: str = "cpu", folder: Path = golden.OPS) -> None:
+    def __init__(self, device: str = "cpu", folder: Path = golden.OPS, mode: str = MODE) -> None:
         self.device = device
+        self.mode = mode
         self.folder = folder
         self.policy = policy.load()
         self.run = evidence.run_facts()
-        self.device_facts = _device_facts(device)
+        self.device_facts = device_facts(device)
         try:
             self.index, self.index_fault = golden.read_index(folder), ""
             self.floors: Floors | None = Floors(folder)
@@ -107,7 +108,7 @@ class Lane:
         return make_row(
             **row,
             device=self.device_facts,
-            mode=MODE,
+            mode=self.mode,
             policy_sha=self.policy.sha256,
             run=self.run,
             seconds=round(seconds, 4),
@@ -283,7 +284,8 @@ def _words(name: str, check: Check) -> str:
     return f"{name} {check.measured:.3g}, {check.limit:.3g} allowed"
 
 
-def _device_facts(device: str) -> dict[str, str]:
+def device_facts(device: str) -> dict[str, str]:
+    """What evidence says of a device."""
     if device != "cuda":
         return {"name": device, "isa": torch.backends.cpu.get_cpu_capability()}
     major, minor = torch.cuda.get_device_capability()

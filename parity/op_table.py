@@ -7,7 +7,7 @@ do, which have one implementation each, is treated as an op with the provider `v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import cache_cases, fused_cases, gguf_cases, op_cases, rope_cases, sampler_cases
 from .inputs import Case, CaseTable
@@ -148,6 +148,16 @@ OPS = {
         ),
     )
 }
+
+
+GPU_OPS = {
+    name: replace(OPS[name], oracle="vllm_gpu_ops", lane="cuda-kernel")
+    for name in (
+        *("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding"),
+        *("linear", "reshape_and_cache", "paged_attention"),
+    )
+}
+"""Ops that upstream's GPU build has a kernel for: a second lane of goldens, goldens/ops_gpu."""
 
 
 def golden_name(op: str, case: str, dtype: str) -> str:

@@ -12,7 +12,9 @@ would change.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,15 @@ from .compare import compare_exact, compare_float, teeth
 from .dtypes import Array, array
 from .golden import GoldenError
 from .inputs import Arguments, Case
-from .op_table import EXACT, OPS, OpEntry, golden_name
+from .op_table import EXACT, GPU_OPS, OPS, OpEntry, golden_name
 from .oracle_process import Answer, OracleBlocked, Question, ask
 from .record_specs import record_schedule, record_text
 from .selection import by_kind
 from .truths import ORACLE as TRUTH
 from .truths import cap_of, contradiction, prepare, truth_of
+
+GPU_ORACLE = "vllm_gpu_ops"
+"""Asked for by name only (`oracle=vllm_gpu_ops`): it needs a GPU and has a folder of its own."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class Recorded:
     def fault(self, folder: Path | None = None) -> str:
         """Why this can't be a golden, or, with a folder, isn't the one there; empty if it can."""
         if error := self.answer.told.get("error"):
-            return f"the oracle fails: {error}"
+            return f"{ORACLE_FAILS}{error}"
         if not self.answer.told["repeat"]:
             return "a second call gave other bits"
         wanted = [n for n in self.entry.outputs if n in self.answer.outputs]
@@ -116,6 +121,7 @@ class Recorded:
         return {"golden_sha": sha, "repeat": self.answer.told["repeat"], "lanes": lanes}
 
 
+ORACLE_FAILS = "the oracle fails: "
 WORST_FIRST = (2, 3, 1)
 """Exit codes of several kinds: a golden that can't be one, an oracle that is not here, a change."""
 
@@ -129,11 +135,15 @@ class Answers:
     blocked: bool = False
 
 
-def ask_all(select: str | None = None, oracle: str | None = None) -> Answers:
-    """Every selected case, asked of `oracle` or of the one named for its op."""
+def ask_all(
+    select: str | None = None,
+    oracle: str | None = None,
+    ops: Mapping[str, OpEntry] = OPS,
+) -> Answers:
+    """Every selected case of `ops`, asked of `oracle` or of the one named for its op."""
     wanted = [word.strip() for word in select.split(",")] if select else [""]
     by_oracle: dict[str, list[tuple[OpEntry, Case, str, Arguments]]] = defaultdict(list)
-    for entry in OPS.values():
+    for entry in ops.values():
         if oracle is not None and oracle != entry.oracle:
             continue
         for case in entry.cases:
@@ -179,13 +189,23 @@ def record(
     oracle: str | None = None,
     folder: Path = golden.OPS,
     check: bool = False,
+    ops: Mapping[str, OpEntry] = OPS,
 ) -> int:
-    """Write goldens, their index and their floors; returns the exit code of the verb."""
-    answers = ask_all(select, oracle)
+    """Write goldens, their index and their floors; returns the exit code of the verb.
+
+    What kernels of a GPU (`ops` is GPU_OPS) don't take is written down with their words: nothing
+    is asked of a golden then. Every op of the CPU's lane takes its cases.
+    """
+    answers = ask_all(select, oracle, ops)
     floors, changed, refused = {}, 0, 0
+    declined: dict[str, str] = {}
     known = calibrate.Floors(folder).entries
     for recorded in answers.answers:
-        if fault := recorded.fault():
+        fault = recorded.fault()
+        if fault.startswith(ORACLE_FAILS) and ops is not OPS:
+            declined[recorded.golden] = fault.removeprefix(ORACLE_FAILS)
+            continue
+        if fault:
             print(f"{recorded.golden}: refused: {fault}")
             refused += 1
             continue
@@ -200,6 +220,9 @@ def record(
             changed += 1
             print(f"{recorded.golden}: another floor, the limits are multiples of it")
     if floors and not check:
+        if ops is not OPS:
+            text = json.dumps(declined, indent=1, sort_keys=True)
+            (folder / golden.REFUSED).write_text(text + "\n")
         calibrate.write(floors, folder)
         golden.write_index(folder)
     for reason in answers.reasons:
@@ -249,7 +272,9 @@ def run(config: RunConfig) -> int:
     codes = []
     for kind, select in by_kind(parity.select, kinds).items():
         if kind == "ops":
-            codes.append(record(select, parity.oracle, check=parity.check))
+            gpu = parity.oracle == GPU_ORACLE
+            where = {"ops": GPU_OPS, "folder": golden.OPS_GPU} if gpu else {}
+            codes.append(record(select, parity.oracle, check=parity.check, **where))
         elif kind == "models":
             codes.append(record_models(select, parity.check))
         elif kind == "text":

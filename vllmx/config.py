@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Dict, List, Optional  # noqa: UP035
 
-from vllmx.exceptions import UserError
+from vllmx.exceptions import UnsupportedError, UserError
 
 if TYPE_CHECKING:
     from vllmx.models.hf_config import HFConfig
@@ -166,18 +166,20 @@ class CacheConfig:
     hash_block_size: Optional[int] = number(None, gt=0)
     """Tokens a prefix-cache hash covers; None: the smallest block size among the KV groups."""
     gpu_memory_utilization: float = number(0.92, gt=0, le=1)
-    """Share of the device's memory that the engine may use."""
+    """Share of the device's memory that the engine may use. On a CPU, or a GPU whose memory is the
+    system's, of what is free of it when the engine starts."""
     cache_dtype: str = choice(
         "auto", "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"
     )
-    """Dtype of the cache (flag --kv-cache-dtype). auto: the model's; fp8 is fp8_e4m3. Scales are
-    1.0. What cannot read it says so: a CPU then attends with torch's kernels."""
+    """Dtype of the cache (flag --kv-cache-dtype). auto: the model's; fp8 is fp8_e4m3, with the
+    checkpoint's scales, else 1.0. What can't read it says so: a CPU then attends with torch's."""
     num_gpu_blocks_override: Optional[int] = number(None, gt=0)
     """Number of blocks, instead of what memory allows."""
     kv_cache_memory_bytes: Optional[int] = number(None, gt=0)
     """Bytes of the cache, instead of what memory allows. On a CPU None is 4 GiB at most."""
-    enable_prefix_caching: bool = True
-    """Share the blocks of equal prompt prefixes."""
+    enable_prefix_caching: Optional[bool] = None
+    """Share the blocks of equal prompt prefixes. None: yes, but for a model with recurrent layers
+    no; true makes their mamba_cache_mode align."""
     prefix_caching_hash_algo: str = choice(
         "sha256", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"
     )
@@ -189,8 +191,13 @@ class CacheConfig:
     mamba_ssm_cache_dtype: str = choice("auto", "auto", "float32", "float16", "bfloat16")
     """Dtype of the recurrent state."""
     mamba_cache_mode: str = choice("none", "none", "align", "all")
-    """Which recurrent states are kept for prefix caching."""
+    """Which recurrent states are kept for prefix caching: those at block ends that a hit may need
+    (align), each (all; no model does, they align), none without prefix caching."""
 
+    # Whether enable_prefix_caching was set by somebody; None until a VllmConfig has it.
+    prefix_caching_is_pinned = None
+    # Filled when the model is known, if it has recurrent layers.
+    mamba_page_size_padded = None
     # Filled at start-up, when the pool is sized.
     num_gpu_blocks = None
     kv_cache_size_tokens = None
@@ -208,9 +215,9 @@ class SchedulerConfig:
     max_num_seqs: int = number(128, ge=1)
     """Most requests that run at once."""
     max_num_partial_prefills: int = number(1, ge=1)
-    """Most prompts that are prefilled piecewise at once."""
+    """Most prompts that are prefilled piecewise at once; above 1 is refused, as upstream does."""
     max_long_partial_prefills: int = number(1, ge=1)
-    """Most prompts longer than long_prefill_token_threshold among those."""
+    """Most prompts longer than long_prefill_token_threshold among those; 1, too."""
     long_prefill_token_threshold: int = number(0, ge=0)
     """Longest piece of a prompt in one step; 0 is no limit."""
     enable_chunked_prefill: bool = True
@@ -383,6 +390,9 @@ class CompilationConfig:
     cudagraph_capture_sizes: Optional[List[int]] = None
     """Batch sizes to capture; others run in the next larger one. None: 1, 2, 4, then every 8, from
     256 on every 16, up to max_num_seqs or 512."""
+    cudagraph_capture: str = choice("eager", "eager", "lazy")
+    """When graphs are captured: all at the start, or each when a batch first needs it, which
+    starts sooner and makes that one step slow."""
 
 
 @dataclass
@@ -592,9 +602,9 @@ class ServerConfig:
 
 @dataclass
 class BenchConfig:
-    """`vllmx bench latency|throughput|overhead`."""
+    """`vllmx bench latency|throughput|overhead|side-by-side|startup`."""
 
-    kind: str = choice("latency", "latency", "throughput", "overhead")
+    kind: str = choice("latency", "latency", "throughput", "overhead", "side-by-side", "startup")
     """What is measured."""
     batch_size: int = number(8, ge=1)
     """Requests of a latency batch, or running requests of an overhead step."""
@@ -610,6 +620,18 @@ class BenchConfig:
     """Measured runs."""
     disable_detokenize: bool = False
     """Leave turning tokens into text out of the measurement."""
+    rows: List[str] = field(
+        default_factory=lambda: [
+            *("1x16+256", "8x16+256", "32x16+256", "128x16+256", "256x16+256"),
+            *("8x2048+1", "256x512+128"),
+        ]
+    )
+    """Batches of a side-by-side run, BATCHxINPUT+OUTPUT tokens."""
+    upstream_python: Optional[str] = None
+    """Interpreter that has upstream's vllm, for a side-by-side run."""
+    upstream_modes: List[str] = field(default_factory=lambda: ["in-process"])
+    """Ways in which upstream runs its engine, of in-process and multiprocessing; ours is compared
+    with the faster."""
     output_json: Optional[str] = None
     """File that takes the result; null prints it."""
 
@@ -804,6 +826,11 @@ class VllmConfig:
     structured_outputs_config = None
 
     def __post_init__(self) -> None:
+        cache = self.cache_config
+        if cache.prefix_caching_is_pinned is None:
+            cache.prefix_caching_is_pinned = cache.enable_prefix_caching is not None  # type: ignore[assignment]
+        if cache.enable_prefix_caching is None:
+            cache.enable_prefix_caching = True
         if self.kv_transfer_config is not None:
             self._adapt_to_kv_connector(self.kv_transfer_config)
         if self.scheduler_config.disable_hybrid_kv_cache_manager is None:
@@ -960,6 +987,13 @@ def _check_unsupported(run: RunConfig) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if getattr(run.parallel, name) != 1:
             raise UserError(f"parallel.{name} must be 1: vllmx runs on one device so far.")
+    for name in ("max_num_partial_prefills", "max_long_partial_prefills"):
+        if (value := getattr(run.scheduler, name)) != 1:
+            raise UnsupportedError(
+                f"scheduler.{name}={value}: Concurrent Partial Prefill is not supported (nor is it "
+                "in upstream); leave it at 1. scheduler.long_prefill_token_threshold keeps one "
+                "long prompt from taking all of a step."
+            )
     for key, without in NOT_BUILT.items():
         node, _, name = key.partition(".")
         value = getattr(getattr(run, node), name)

@@ -105,6 +105,26 @@ def test_an_argument_that_was_not_given_reads_as_its_default() -> None:
         args.max_modl_len  # noqa: B018
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_num_partial_prefills": 2},
+        {"max_long_partial_prefills": 2},
+        {"max_num_partial_prefills": 4, "max_long_partial_prefills": 2},
+    ],
+)
+def test_concurrent_partial_prefills_are_refused_as_upstream_does(limits: dict[str, int]) -> None:
+    with pytest.raises(NotImplementedError, match="Concurrent Partial Prefill is not supported"):
+        EngineArgs(**limits).create_engine_config()
+    with pytest.raises(UserError, match=f"scheduler.{next(iter(limits))}="):
+        finalize(engine_args_to_config(**limits))
+
+
+def test_a_threshold_above_the_longest_prompt_is_no_error() -> None:
+    args = EngineArgs(long_prefill_token_threshold=10**6, max_num_partial_prefills=1)
+    assert args.create_engine_config().scheduler_config.long_prefill_token_threshold == 10**6
+
+
 def test_engine_args_name_a_wrong_argument() -> None:
     with pytest.raises(TypeError, match=r"EngineArgs\(\) got .*'max_modl_len'. Did you mean max_m"):
         EngineArgs(max_modl_len=1)

@@ -117,7 +117,10 @@ def test_length_that_is_not_pinned_is_lowered_and_used_by_the_scheduler():
         ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "max_num_seqs=8"),
         ({"max_num_batched_tokens": 64, "enable_chunked_prefill": False}, "max_model_len=128"),
         ({"max_long_partial_prefills": 3}, "max_long_partial_prefills=3"),
-        ({"long_prefill_token_threshold": 999}, "long_prefill_token_threshold=999"),
+        (
+            {"max_num_partial_prefills": 2, "long_prefill_token_threshold": 999},
+            "long_prefill_token_threshold=999",
+        ),
         (
             {
                 "max_num_partial_prefills": 2,

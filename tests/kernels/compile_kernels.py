@@ -21,6 +21,8 @@ I32, I64, F32 = "*i32", "*i64", "*fp32"
 TYPES = {
     "epsilon": "fp32",
     "scale": "fp32",
+    "key_scale": "fp32",
+    "value_scale": "fp32",
     "soft_cap": "fp32",
     "positions_ptr": I64,
     "slots_ptr": I64,
@@ -109,6 +111,12 @@ KERNELS: list[Row] = [
         "_decode_step_kernel",
         STEP | {"SPLITS": 8, "NORM": False, "HALF": 32},
         SINGLE,
+    ),
+    (
+        "triton_decode",
+        "_decode_step_kernel",
+        STEP | {"SPLITS": 1, "LIMIT": 448.0},
+        SINGLE | {"key_ptr": "*fp8e4nv", "value_ptr": "*fp8e4nv"},
     ),
     ("triton_linear", "_few_rows_linear_kernel", FEW, {}),
     ("triton_linear", "_few_rows_linear_kernel", FEW | GATED, {}),

@@ -4,13 +4,19 @@
 from __future__ import annotations
 
 import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import VOCAB, build_engine
+from safetensors.torch import load_file, save_file
 
 from vllmx import LLM, SamplingParams
 from vllmx.exceptions import UserError
+from vllmx.ir.select import OpTable
 
 ONE_MIB = 1 << 20
 # Most that the log-probability of a prompt token may move in a tiny random model. Two bits of
@@ -88,6 +94,89 @@ def test_the_same_tokens_are_hit_and_give_the_same_answer(tiny) -> None:
     )
     assert second.num_cached_tokens == 32
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+SMALL = 2.0**-12
+"""What keys and values are scaled down by: below the smallest number of an fp8 cache."""
+
+
+def scaled_down(folder: Path, copy: Path, scales: dict[str, float]) -> Path:
+    """The same model with its keys and values times SMALL, its queries and outputs over it.
+
+    scales: names below each layer's `self_attn`, and their value.
+    """
+    shutil.copytree(folder, copy)
+    weights = load_file(copy / "model.safetensors")
+    factors = {"k_proj": SMALL, "v_proj": SMALL, "q_proj": 1 / SMALL, "o_proj": 1 / SMALL}
+    for name, weight in weights.items():
+        for part, factor in factors.items():
+            if f".{part}." in name:
+                weight.mul_(factor)
+    layers = {name.partition(".self_attn.")[0] for name in weights if ".self_attn." in name}
+    for layer in layers:
+        for name, value in scales.items():
+            weights[f"{layer}.self_attn.{name}"] = torch.tensor(value)
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+@one_model
+@pytest.mark.parametrize("backend", ["sdpa", "torch"])
+@pytest.mark.parametrize("names", [("k_proj.k_scale", "v_proj.v_scale"), ("kv_scale",)], ids=str)
+def test_scales_of_the_checkpoint_undo_what_it_scaled(tiny, tmp_path, backend, names) -> None:
+    """With them the model is the one it was made from; without, its keys and values are zeros."""
+    rng = random.Random(7)
+    prompt = [rng.randrange(3, VOCAB) for _ in range(40)]
+    # In float32: small weights are not of the kind that fp16 packing keeps.
+    plainly = {"ir_op_priority": {"linear": ["torch"]}}
+    settings = {
+        "kv_cache_dtype": "fp8",
+        "attention_backend": backend,
+        **plainly,
+        "max_num_batched_tokens": 16,
+        "max_num_seqs": 4,
+    }
+    want = prompt_logprobs(build_engine(tiny[0], **settings), prompt)
+    scaled = scaled_down(tiny[0], tmp_path / "scaled", dict.fromkeys(names, SMALL))
+    got = prompt_logprobs(build_engine(scaled, **settings), prompt)
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    bare = scaled_down(tiny[0], tmp_path / "bare", {})
+    assert abs(prompt_logprobs(build_engine(bare, **settings), prompt) - want).max() > 0.1
+    # A cache that is not quantised needs no scales, and heeds none.
+    plain = (build_engine(folder, **plainly) for folder in (scaled, tiny[0]))
+    np.testing.assert_allclose(*(prompt_logprobs(llm, prompt) for llm in plain), atol=1e-4)
+
+
+@one_model
+def test_kernels_of_a_gpu_get_the_scales_too(tiny, tmp_path, monkeypatch) -> None:
+    """Whatever writes or reads the cache, joined ops as well, in Triton's interpreter."""
+    scaled = scaled_down(tiny[0], tmp_path / "scaled", {"k_scale": SMALL, "v_scale": 2 * SMALL})
+    seen: dict[str, list] = {}
+    monkeypatch.setattr(OpTable, "choose", lambda table, name, **facts: spied(table, name, seen))
+    monkeypatch.setattr(
+        OpTable,
+        "choose_attention",
+        lambda table, backend, **facts: table.registry["paged_attention"].impls["triton"],
+    )
+    llm = build_engine(scaled, kv_cache_dtype="fp8", max_model_len=64, max_num_seqs=2)
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    llm.generate([{"prompt_token_ids": [3, 9, 4]}], params, use_tqdm=False)
+    assert set(seen) == {"qk_norm_rope_cache", "qk_norm_rope_decode"}
+    assert all(call == (SMALL, 2 * SMALL) for calls in seen.values() for call in calls)
+
+
+def spied(table: OpTable, name: str, seen: dict[str, list]):
+    """Triton's provider, if there is one; of the ops that take scales, one that notes them."""
+    impls = table.registry[name].impls
+    impl = impls.get("triton", impls["torch"])
+    if "k_scale" not in table.registry[name].signature.parameters or name == "paged_attention":
+        return impl
+
+    def run(*args, **kwargs):
+        seen.setdefault(name, []).append(args[-2:])
+        return impl.fn(*args, **kwargs)
+
+    return replace(impl, fn=run)
 
 
 def test_a_real_model_still_knows_the_capital() -> None:

@@ -22,6 +22,10 @@ class CommonAttentionMetadata:
     query_start_loc: int32 [num_reqs + 1]; seq_lens: int32 [num_reqs], cached plus new tokens;
     block_table_tensor: int32 [num_reqs, max_blocks]; slot_mapping: int64 [num_actual_tokens].
     The `_np` fields hold the same numbers on the host. Requests with one new token come first.
+
+    A group of recurrent states has one block of each request in its table, int32 [num_reqs, 1],
+    and no slots. has_initial_state: bool [num_reqs], which requests have computed tokens; None
+    where the device has not worked it out.
     """
 
     query_start_loc: Tensor
@@ -34,6 +38,7 @@ class CommonAttentionMetadata:
     max_seq_len: int
     block_table_tensor: Tensor
     slot_mapping: Tensor
+    has_initial_state: Tensor | None = None
 
 
 class AttentionMetadataBuilder(ABC):
@@ -73,8 +78,13 @@ class AttentionBackend(ABC):
         scale: float,
         sliding_window: int | None,
         soft_cap: float | None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
-        """Attention of query [num_tokens, num_heads, head_size] to the cache; same shape back."""
+        """Attention of query [num_tokens, num_heads, head_size] to the cache; same shape back.
+
+        k_scale, v_scale: as of the op `paged_attention`.
+        """
 
     @staticmethod
     def get_kv_cache_shape(
@@ -112,6 +122,8 @@ class AttentionBackend(ABC):
         scale: float,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         """This backend as a provider of the op `paged_attention`: build the metadata, then run."""
         starts, lengths = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
@@ -128,4 +140,5 @@ class AttentionBackend(ABC):
             slot_mapping=torch.empty(0, dtype=torch.int64, device=query.device),
         )
         metadata = cls.get_builder_cls()(key_cache.shape[1], query.device).build(common)
-        return cls.run(query, key_cache, value_cache, metadata, scale, sliding_window, soft_cap)
+        how = (scale, sliding_window, soft_cap, k_scale, v_scale)
+        return cls.run(query, key_cache, value_cache, metadata, *how)

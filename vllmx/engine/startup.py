@@ -56,12 +56,12 @@ def resolve_scheduler_limits(vllm_config: VllmConfig) -> None:
             )
         if config.long_prefill_token_threshold == 0:
             config.long_prefill_token_threshold = int(max_model_len * 0.04)
-    if config.long_prefill_token_threshold > max_model_len:
-        raise UserError(
-            "scheduler.long_prefill_token_threshold="
-            f"{config.long_prefill_token_threshold} is more than model.max_model_len="
-            f"{max_model_len}."
-        )
+        if config.long_prefill_token_threshold > max_model_len:
+            raise UserError(
+                "scheduler.long_prefill_token_threshold="
+                f"{config.long_prefill_token_threshold} is more than model.max_model_len="
+                f"{max_model_len}."
+            )
 
 
 def _adapt_to_encoders(vllm_config: VllmConfig) -> None:

@@ -134,7 +134,13 @@ def _plain_cache(context: OpContext) -> bool | str:
 
 @reshape_and_cache.register_impl("cpu", supports=_plain_cache)
 def _reshape_and_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     # view, not flatten: a cache whose slots are not evenly spaced must fail, not be copied.
     slots = (-1, *key_cache.shape[2:])

@@ -153,7 +153,13 @@ def _stores_float32(context: OpContext) -> bool | str:
 
 @reshape_and_cache.register_impl("native", supports=_stores_float32)
 def _reshape_and_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     tokens, heads, head_size = key.shape
     library().native_reshape_and_cache(

@@ -110,6 +110,7 @@ if SUPPORTED is True:
         part_ptr,
         weight_ptr,
         scale,
+        value_scale,
         soft_cap,
         window,
         GROUP: tl.constexpr,
@@ -191,7 +192,7 @@ if SUPPORTED is True:
                 best, total, out = _accumulate(best, total, out, scores, values, WIDE, compute)
 
         # A padding request has no keys: its output is zero.
-        out = out / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = out / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
         row = request * num_kv_heads * GROUP + heads
         if SPLITS == 1:
             places = out_ptr + row[:, None] * HEAD_SIZE + columns[None, :]
@@ -250,6 +251,7 @@ if SUPPORTED is True:
         tile_ptr,
         out_ptr,
         scale,
+        value_scale,
         soft_cap,
         window,
         GROUP: tl.constexpr,
@@ -353,7 +355,7 @@ if SUPPORTED is True:
             scores = tl.where(seen, scores, float("-inf"))
             best, total, out = _accumulate(best, total, out, scores, values, WIDE, compute)
 
-        out = out / tl.where(total == 0.0, 1.0, total)[:, None]
+        out = out / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
         places = token_row * num_heads * HEAD_SIZE + heads * HEAD_SIZE
         tl.store(out_ptr + places[:, None] + columns[None, :], out.to(compute), mask=mask)
 
@@ -394,11 +396,13 @@ def paged_decode(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    v_scale: float,
     splits: int,
 ) -> None:
     """Attention of one new token a request into `out`, [num_reqs, num_heads, head_size] as `query`.
 
-    Arguments otherwise as of the op `paged_attention`; a request of length 0 is padding.
+    scale has k_scale in it. Arguments otherwise as of the op `paged_attention`; a request of
+    length 0 is padding.
     """
     num_reqs, num_heads, head_size = query.shape
     num_kv_heads = key_cache.shape[2]
@@ -426,6 +430,7 @@ def paged_decode(
         part,
         weight,
         scale,
+        v_scale,
         soft_cap or 0.0,
         sliding_window or 0,
         GROUP=group,
@@ -467,11 +472,12 @@ def paged_prefill(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    v_scale: float,
 ) -> None:
     """Attention of the tokens of `tiles` into `out`, [num_tokens, num_heads, head_size] as `query`.
 
     tiles: int32 [num_tiles, 2], a request and the first of its new tokens; each tile covers
-    `tokens_of_a_tile` of them.
+    `tokens_of_a_tile` of them. scale has k_scale in it.
     """
     num_heads, head_size = query.shape[1:]
     num_kv_heads = key_cache.shape[2]
@@ -496,6 +502,7 @@ def paged_prefill(
         tiles,
         out,
         scale,
+        v_scale,
         soft_cap or 0.0,
         sliding_window or 0,
         GROUP=group,

@@ -43,10 +43,11 @@ def _whole_neox_heads(context: OpContext) -> bool | str:
 if SUPPORTED is True:
 
     @triton.jit
-    def _narrow(x, pointer, LIMIT: tl.constexpr):
-        """x as what `pointer` stores; with a LIMIT, that is its largest number."""
+    def _narrow(x, pointer, scale, LIMIT: tl.constexpr):
+        """x as what `pointer` stores; with a LIMIT, its largest number, x / scale is."""
         if LIMIT > 0:
-            x = tl.minimum(tl.maximum(x.to(tl.float32), -LIMIT), LIMIT)
+            x = tl.div_rn(x.to(tl.float32), scale)
+            x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
         return x.to(pointer.dtype.element_ty)
 
     @triton.jit
@@ -62,6 +63,8 @@ if SUPPORTED is True:
         value_block_stride,
         value_slot_stride,
         slots_ptr,
+        key_scale,
+        value_scale,
         BLOCK_SIZE: tl.constexpr,
         SIZE: tl.constexpr,
         COLUMNS: tl.constexpr,
@@ -76,8 +79,10 @@ if SUPPORTED is True:
         value = tl.load(value_ptr + token * value_stride + columns, mask=inside, other=0.0)
         to_key = key_cache_ptr + block * key_block_stride + place * key_slot_stride
         to_value = value_cache_ptr + block * value_block_stride + place * value_slot_stride
-        tl.store(to_key + columns, _narrow(key, key_cache_ptr, LIMIT), mask=inside)
-        tl.store(to_value + columns, _narrow(value, value_cache_ptr, LIMIT), mask=inside)
+        tl.store(to_key + columns, _narrow(key, key_cache_ptr, key_scale, LIMIT), mask=inside)
+        tl.store(
+            to_value + columns, _narrow(value, value_cache_ptr, value_scale, LIMIT), mask=inside
+        )
 
     @triton.jit
     def _qk_norm_rope_cache_kernel(
@@ -95,6 +100,8 @@ if SUPPORTED is True:
         value_block_stride,
         value_slot_stride,
         slots_ptr,
+        key_scale,
+        value_scale,
         out_ptr,
         NUM_HEADS: tl.constexpr,
         NUM_KV_HEADS: tl.constexpr,
@@ -149,13 +156,13 @@ if SUPPORTED is True:
         to_key = key_cache_ptr + block * key_block_stride + place * key_slot_stride
         to_key += (heads[:, None] - NUM_HEADS) * HEAD_SIZE + i[None, :]
         mask = is_key[:, None] & stored
-        tl.store(to_key, _narrow(turned, key_cache_ptr, LIMIT), mask=mask)
-        tl.store(to_key + half, _narrow(other, key_cache_ptr, LIMIT), mask=mask)
+        tl.store(to_key, _narrow(turned, key_cache_ptr, key_scale, LIMIT), mask=mask)
+        tl.store(to_key + half, _narrow(other, key_cache_ptr, key_scale, LIMIT), mask=mask)
         to_value = value_cache_ptr + block * value_block_stride + place * value_slot_stride
         to_value += (heads[:, None] - NUM_HEADS - NUM_KV_HEADS) * HEAD_SIZE + i[None, :]
         mask = is_value[:, None] & stored
-        tl.store(to_value, _narrow(first, value_cache_ptr, LIMIT), mask=mask)
-        tl.store(to_value + half, _narrow(second, value_cache_ptr, LIMIT), mask=mask)
+        tl.store(to_value, _narrow(first, value_cache_ptr, value_scale, LIMIT), mask=mask)
+        tl.store(to_value + half, _narrow(second, value_cache_ptr, value_scale, LIMIT), mask=mask)
 
 
 def _limit(cache: Tensor) -> float:
@@ -172,7 +179,13 @@ def _strides(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int, int, int
 
 @reshape_and_cache.register_impl("triton", supported=SUPPORTED, supports=_on_gpu)
 def _reshape_and_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     tokens, heads, head_size = key.shape
     _reshape_and_cache_kernel[(tokens,)](
@@ -184,6 +197,8 @@ def _reshape_and_cache(
         value_cache,
         *_strides(key_cache, value_cache),
         slot_mapping,
+        k_scale,
+        v_scale,
         BLOCK_SIZE=key_cache.shape[1],
         SIZE=heads * head_size,
         COLUMNS=triton.next_power_of_2(heads * head_size),
@@ -203,6 +218,8 @@ def _qk_norm_rope_cache(
     value_cache: Tensor,
     slot_mapping: Tensor,
     is_neox_style: bool = True,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     kv_heads, head_size = key_cache.shape[2:]
     tokens, width = qkv.shape
@@ -220,6 +237,8 @@ def _qk_norm_rope_cache(
         value_cache,
         *_strides(key_cache, value_cache),
         slot_mapping,
+        k_scale,
+        v_scale,
         out,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=kv_heads,

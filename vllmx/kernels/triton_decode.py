@@ -113,6 +113,8 @@ if SUPPORTED is True:
         weight_ptr,
         count_ptr,
         scale,
+        key_scale,
+        value_scale,
         NUM_HEADS: tl.constexpr,
         GROUP: tl.constexpr,
         ROWS: tl.constexpr,
@@ -190,7 +192,7 @@ if SUPPORTED is True:
             total = tl.zeros([ROWS], tl.float32)
             out1 = tl.zeros([ROWS, HALF], tl.float32)
             out2 = tl.zeros([ROWS, HALF], tl.float32)
-            factor = scale * 1.4426950408889634
+            factor = scale * key_scale * 1.4426950408889634
             if first < past:
                 scores = _scored(q1, q2, k1, k2, WIDE) * factor
                 scores = tl.where(inside[None, :], scores, float("-inf"))
@@ -228,10 +230,10 @@ if SUPPORTED is True:
                 n1, n2 = _turned(
                     key1, key2, head_size, key_weight_ptr, i, cos, sin, epsilon, HALF, NORM
                 )
-                n1 = _narrow(n1.to(compute), key_ptr, LIMIT)
-                n2 = _narrow(n2.to(compute), key_ptr, LIMIT)
-                w1 = _narrow(value1, value_ptr, LIMIT)
-                w2 = _narrow(value2, value_ptr, LIMIT)
+                n1 = _narrow(n1.to(compute), key_ptr, key_scale, LIMIT)
+                n2 = _narrow(n2.to(compute), key_ptr, key_scale, LIMIT)
+                w1 = _narrow(value1, value_ptr, value_scale, LIMIT)
+                w2 = _narrow(value2, value_ptr, value_scale, LIMIT)
                 if slot >= 0:
                     block_of = slot // BLOCK_SIZE
                     place = slot % BLOCK_SIZE
@@ -254,8 +256,8 @@ if SUPPORTED is True:
                 best = new_best
 
             divisor = tl.where(total == 0.0, 1.0, total)
-            out1 /= divisor[:, None]
-            out2 /= divisor[:, None]
+            out1 = out1 / divisor[:, None] * value_scale
+            out2 = out2 / divisor[:, None] * value_scale
             row = request * NUM_HEADS + heads
             if active == 1:
                 to_out = out_ptr + row[:, None] * head_size + half
@@ -313,6 +315,8 @@ def _qk_norm_rope_decode(
     seq_lens: Tensor,
     max_seq_len: int,
     scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     num_reqs, width = qkv.shape
     kv_heads, head_size = key_cache.shape[2:]
@@ -352,6 +356,8 @@ def _qk_norm_rope_decode(
         weight,
         counters,
         scale,
+        k_scale,
+        v_scale,
         NUM_HEADS=num_heads,
         GROUP=group,
         ROWS=16,

@@ -70,6 +70,8 @@ class Attention(nn.Module):
             # Its pages may be padded, or packed with those of other layers.
             facts["strided_blocks"] = True
         self._reshape_and_cache = ops.bind("reshape_and_cache", **facts)
+        # What a checkpoint may say of a cache of one byte a number; see layers/kv_scales.py.
+        self.k_scale = self.v_scale = 1.0
         self.kv_cache: Tensor
         self.key_cache: Tensor
         self.value_cache: Tensor
@@ -78,6 +80,10 @@ class Attention(nn.Module):
         """Use `kv_cache`, of the backend's shape, from now on."""
         self.kv_cache = kv_cache
         self.key_cache, self.value_cache = kv_cache[:, :, 0], kv_cache[:, :, 1]
+
+    def release_kv_cache(self) -> None:
+        """Let go of the cache, until another is bound."""
+        del self.kv_cache, self.key_cache, self.value_cache
 
     def forward(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
         """query: [num_tokens, num_heads * head_size]; key, value: [num_tokens, kv size], None where
@@ -95,6 +101,8 @@ class Attention(nn.Module):
                 self.key_cache,
                 self.value_cache,
                 metadata.slot_mapping,
+                self.k_scale,
+                self.v_scale,
             )
         out = self._run(
             query.view(-1, self.num_heads, self.head_size),
@@ -104,6 +112,8 @@ class Attention(nn.Module):
             self.scale,
             self.sliding_window,
             self.logits_soft_cap,
+            self.k_scale,
+            self.v_scale,
         )
         return out.view(-1, self.num_heads * self.head_size)
 

@@ -82,6 +82,8 @@ class FusedQKV:
             metadata.seq_lens,
             metadata.max_seq_len,
             attn.scale,
+            attn.k_scale,
+            attn.v_scale,
         )
 
     def __call__(self, positions: Tensor, qkv: Tensor) -> Tensor:
@@ -98,6 +100,8 @@ class FusedQKV:
             attn.value_cache,
             get_forward_context().attn_metadata[attn.layer_name].slot_mapping,
             self.rotary_emb.is_neox_style,
+            attn.k_scale,
+            attn.v_scale,
         )
 
 

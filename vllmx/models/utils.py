@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from vllmx.exceptions import CheckpointError
+from vllmx.layers.attention import attention_layers
+from vllmx.layers.kv_scales import KVScales
 from vllmx.layers.parameter import WeightHolder
 
 
@@ -70,6 +72,7 @@ class AutoWeightsLoader:
             if isinstance(module, WeightHolder)
         }
         self.skip_prefixes = skip_prefixes
+        self.kv_scales = KVScales(attention_layers(model))
 
     def load_weights(self, weights: Iterable[tuple[str, Any]], mapper: WeightsMapper) -> None:
         """Load (checkpoint name, tensor) pairs; CheckpointError names what does not fit.
@@ -87,6 +90,7 @@ class AutoWeightsLoader:
         finally:
             torch.set_num_threads(threads)
         self._check_complete(mapper)
+        self.kv_scales.finish()
 
     def _complete_holders(
         self, weights: Iterable[tuple[str, Any]], mapper: WeightsMapper
@@ -94,6 +98,8 @@ class AutoWeightsLoader:
         """Hand out the weights and yield each layer when it has got its last one."""
         for source_name, tensor in weights:
             if source_name.startswith(self.skip_prefixes) and self.skip_prefixes:
+                continue
+            if self.kv_scales.take(source_name, tensor):
                 continue
             mapped = mapper.map_name(source_name)
             if mapped is None:

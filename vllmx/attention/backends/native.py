@@ -90,8 +90,10 @@ class NativeBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None,
         soft_cap: float | None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
-        """See AttentionBackend.run."""
+        """See AttentionBackend.run; the scales of a float32 cache are 1.0."""
         out = torch.empty(query.shape)
         if metadata.num_decodes:
             _decode(query, key_cache, value_cache, metadata, scale, sliding_window, soft_cap, out)

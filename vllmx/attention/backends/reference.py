@@ -51,6 +51,8 @@ class ReferenceBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None,
         soft_cap: float | None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         """See AttentionBackend.run."""
         return paged_attention.fn(
@@ -63,4 +65,6 @@ class ReferenceBackend(AttentionBackend):
             scale,
             sliding_window,
             soft_cap,
+            k_scale,
+            v_scale,
         )

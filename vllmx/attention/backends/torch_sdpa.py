@@ -208,11 +208,15 @@ class TorchSDPABackend(AttentionBackend):
         scale: float,
         sliding_window: int | None,
         soft_cap: float | None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         """See AttentionBackend.run."""
+        scale *= k_scale
         plan = metadata.plan(sliding_window)
         if not plan.prefills and len(plan.decodes) == 1 and plan.decodes[0].rows is None:
-            return _decode(query, key_cache, value_cache, plan.decodes[0], scale, soft_cap)
+            out = _decode(query, key_cache, value_cache, plan.decodes[0], scale, soft_cap)
+            return out if v_scale == 1.0 else out.mul_(v_scale)
         out = torch.empty_like(query)
         for group in plan.decodes:
             rows = group.rows if group.rows is not None else slice(None)
@@ -222,7 +226,7 @@ class TorchSDPABackend(AttentionBackend):
             out[request.first : request.last] = run_prefill(
                 part, key_cache, value_cache, request, scale, soft_cap
             )
-        return out
+        return out if v_scale == 1.0 else out.mul_(v_scale)
 
 
 def _decode(

@@ -136,12 +136,14 @@ class TritonAttentionBackend(AttentionBackend):
         scale: float,
         sliding_window: int | None,
         soft_cap: float | None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         """See AttentionBackend.run."""
         num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         decodes = metadata.num_decodes
-        how = (scale, sliding_window, soft_cap)
+        how = (scale * k_scale, sliding_window, soft_cap, v_scale)
         if decodes:
             longest = metadata.max_seq_len
             if sliding_window is not None:

@@ -21,6 +21,8 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Attention of each request's new tokens to all its tokens so far, themselves included.
 
@@ -29,7 +31,8 @@ def paged_attention(
     block_table: int32 [num_reqs, max_blocks]; query_start_loc: int32 [num_reqs + 1];
     seq_lens: int32 [num_reqs], tokens in the cache with the new ones.
     sliding_window W: a token sees itself and the W - 1 before it. soft_cap c: c * tanh(s / c).
-    Computed in float32; returns query's shape and dtype.
+    k_scale, v_scale: what a number of either cache is to be multiplied with; 1.0 unless the cache
+    has one byte a number. Computed in float32; returns query's shape and dtype.
     """
     out = torch.empty_like(query)
     group = query.shape[1] // key_cache.shape[2]
@@ -42,7 +45,7 @@ def paged_attention(
         values = value_cache[blocks].flatten(0, 1)[:seq_len].float()
         keys = keys.repeat_interleave(group, dim=1)
         values = values.repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), keys) * scale
+        scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), keys) * (scale * k_scale)
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         rows = torch.arange(seq_len - (last - first), seq_len, device=query.device).unsqueeze(1)
@@ -51,7 +54,8 @@ def paged_attention(
         if sliding_window is not None:
             hidden |= columns <= rows - sliding_window
         scores = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
-        out[first:last] = torch.einsum("hqk,khd->qhd", scores, values).to(query.dtype)
+        attended = torch.einsum("hqk,khd->qhd", scores, values) * v_scale
+        out[first:last] = attended.to(query.dtype)
     return out
 
 

@@ -27,6 +27,8 @@ def qk_norm_rope_decode(
     seq_lens: Tensor,
     max_seq_len: int,
     scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """`qk_norm_rope_cache`, then `paged_attention`, for one new token of each request.
 
@@ -45,12 +47,16 @@ def qk_norm_rope_decode(
         key_cache,
         value_cache,
         slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
     starts = torch.arange(len(qkv) + 1, dtype=torch.int32, device=qkv.device)
     query = query.unflatten(-1, (-1, key_cache.shape[-1]))
     # A request without tokens has no softmax; it looks at one slot, and its output is dropped.
     lengths = seq_lens.clamp(min=1)
-    out = paged_attention.fn(query, key_cache, value_cache, block_table, starts, lengths, scale)
+    caches = (key_cache, value_cache, block_table)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    out = paged_attention.fn(query, *caches, starts, lengths, scale, **scales)
     return out.masked_fill((seq_lens == 0)[:, None, None], 0.0).flatten(1)
 
 

@@ -12,7 +12,13 @@ from vllmx.ir.op import register_op
 
 @register_op
 def reshape_and_cache(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Store each token's key and value in its slot, in place.
 
@@ -20,22 +26,22 @@ def reshape_and_cache(
     [num_blocks, block_size, num_kv_heads, head_size]; slot_mapping: int64 [num_tokens],
     block * block_size + offset, negative for a padding token that is not stored.
 
-    A cache of fewer bits takes the nearest number it has, scales being 1.0; beyond its range that
-    is its largest one.
+    A cache of one byte a number takes key / k_scale and value / v_scale, to the nearest number it
+    has; beyond its range that is its largest one. For another cache both scales are 1.0.
     """
     real = (slot_mapping >= 0).nonzero().flatten()
     slots = slot_mapping[real]
     block_size = key_cache.shape[1]
     blocks, offsets = slots // block_size, slots % block_size
-    key_cache[blocks, offsets] = _stored(key[real], key_cache.dtype)
-    value_cache[blocks, offsets] = _stored(value[real], value_cache.dtype)
+    key_cache[blocks, offsets] = _stored(key[real], key_cache.dtype, k_scale)
+    value_cache[blocks, offsets] = _stored(value[real], value_cache.dtype, v_scale)
 
 
-def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     if dtype.itemsize == 1:
         # What is too large would become infinite or NaN, and poison the whole row.
         limit = torch.finfo(dtype).max
-        x = x.clamp(-limit, limit)
+        x = (x.to(torch.float32) / scale).clamp(-limit, limit)
     return x.to(dtype)
 
 

@@ -25,6 +25,8 @@ def qk_norm_rope_cache(
     value_cache: Tensor,
     slot_mapping: Tensor,
     is_neox_style: bool = True,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Norm and rotate the heads of queries and keys, store keys and values, return the queries.
 
@@ -47,9 +49,8 @@ def qk_norm_rope_cache(
     )
     assert turned is not None
     shape = (-1, kv_heads, head_size)
-    reshape_and_cache.fn(
-        turned.view(shape), value.unflatten(-1, shape[1:]), key_cache, value_cache, slot_mapping
-    )
+    rows = (turned.view(shape), value.unflatten(-1, shape[1:]))
+    reshape_and_cache.fn(*rows, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     return rotated
 
 
