@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllmx.ir.op import register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
+from vllmx.ir.row_by_row import row_by_row
 
 SIZES = ((1, 2), (3, 128), (17, 3072), (63, 34))
 
@@ -25,6 +26,10 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     """gelu(x[..., :d]) * x[..., d:]; approximate: "none" or "tanh"; x: [..., 2 d]."""
     half = x.shape[-1] // 2
     return F.gelu(x[..., :half], approximate=approximate) * x[..., half:]
+
+
+silu_and_mul.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(silu_and_mul.fn, "x"))
+gelu_and_mul.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(gelu_and_mul.fn, "x"))
 
 
 @silu_and_mul.register_inputs

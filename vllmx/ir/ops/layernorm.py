@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllmx.ir.op import register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
+from vllmx.ir.row_by_row import row_by_row
 
 SIZES = ((1, 64), (3, 576), (17, 640), (63, 128), (2, 1))
 
@@ -48,6 +49,12 @@ def fused_add_rms_norm(
     if weight is not None:
         normed = normed.to(weight.dtype) * weight
     return normed.to(x.dtype), total.to(x.dtype)
+
+
+rms_norm.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(rms_norm.fn, "x"))
+fused_add_rms_norm.set_batch_invariant(
+    REFERENCE, ANY_DEVICE, row_by_row(fused_add_rms_norm.fn, "x", "x_residual")
+)
 
 
 @rms_norm.register_inputs
