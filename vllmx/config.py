@@ -413,6 +413,10 @@ class KernelConfig:
     default_priority: List[str] = field(default_factory=list)
     """Providers for the ops not named above; those that refuse an op are passed over with the
     reason kept for `vllmx info`."""
+    batch_invariant: bool = False
+    """Give the same request the same bits whatever shares its steps, as upstream's
+    VLLM_BATCH_INVARIANT=1 does: providers whose results depend on the batch are refused. Slower.
+    Sampling without a seed still differs."""
 
 
 @dataclass

@@ -71,6 +71,7 @@ class MixedGraph:
             steps.cudagraph_manager.cudagraph_mode != "FULL"
             or budget < SMALLEST_BUDGET
             or runner.model_state is not None
+            or runner.vllm_config.kernel_config.batch_invariant
             or not all(backend.supports_mixed_cudagraph() for backend in backends)
         ):
             return None
