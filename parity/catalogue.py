@@ -28,7 +28,8 @@ TRACE = ".json.zz"
 
 
 class Listed:
-    """The catalogue of a real checkout, the cells of a GPU included, wherever it lies."""
+    """The catalogue of a real checkout. Ops and models are listed on a CPU; what evidence tells of
+    a GPU counts beside that, if it is bad."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -38,15 +39,14 @@ class Listed:
 
     def ops(self, name: str) -> Sequence[Cell]:
         """Every case, dtype and provider of an op that takes such calls."""
-        from .op_cells import DEVICES, GPU_LANE, expected, expected_of_gpu_lane
+        from .op_cells import expected
         from .op_table import OPS
 
         if name not in OPS:
             return []
         select = f"{OPS[name].feature}/"
         cells = []
-        listed = [cell for device in DEVICES for cell in expected(device, select)]
-        for cell in (*listed, *expected_of_gpu_lane(select)):
+        for cell in expected("cpu", select):
             # One that is refused here may have run on another device.
             self._op_cells[cell.feature, cell.case_name, cell.provider] = cell
             if cell.refused:
@@ -54,20 +54,19 @@ class Listed:
             found = Cell(
                 *(cell.feature, cell.case_name, cell.provider, cell.device, cell.mode),
                 kind="op",
-                golden=f"{'ops_gpu' if cell.mode == GPU_LANE else 'ops'}/{cell.golden}",
+                golden=f"ops/{cell.golden}",
                 graded=True,
-                command=replay_on(cell.device, select),
+                command=f"vllmx parity replay {select}",
             )
             cells.append(found)
         return cells
 
     def models(self, name: str) -> Sequence[Cell]:
-        """Every mode of a model that has goldens, with each provider, on each device."""
+        """Every mode of a model that has goldens, with each provider."""
         from .model_table import GOLDEN_LANE, expected
-        from .op_cells import DEVICES
 
         cells = []
-        for cell in (c for d in DEVICES for c in expected(f"model.{name}", device=d)):
+        for cell in expected(f"model.{name}"):
             if cell.entry.name != name:
                 continue
             found = Cell(
@@ -75,7 +74,7 @@ class Listed:
                 kind="model",
                 golden=f"models/{cell.entry.golden(GOLDEN_LANE)}",
                 graded=True,
-                command=replay_on(cell.device, cell.feature),
+                command=f"vllmx parity replay {cell.feature}",
             )
             self._model_cells[found.key[:3]] = cell
             cells.append(found)
@@ -298,11 +297,6 @@ class Listed:
             sha = _sha(self.root / CANARY_CODE)
             found["canary"] = {"fine": sha, "coarse": sha}
         return found
-
-
-def replay_on(device: str, select: str) -> str:
-    """The command that shows `select` on a device."""
-    return f"vllmx parity replay {'device=cuda --select ' if device == 'cuda' else ''}{select}"
 
 
 def _problem(path: Path, sha: str, indexed: str | None) -> str:

@@ -188,14 +188,16 @@ def now() -> str:
 def run_facts(root: Path = ROOT) -> dict[str, Any]:
     """What the `run` field says: commit, whether the tree differs from it, versions, machine type.
 
-    A folder that is no git checkout needs a stamp (parity/source_stamp.py) that its files agree
-    with; without one it counts as dirty: nothing says what ran.
+    A stamp (parity/source_stamp.py) goes before git: it was made for this copy, whose git may be of
+    another commit. A folder with neither counts as dirty: nothing says what ran.
     """
+    stamped = source_stamp.read(root)
     head = _git(root, "rev-parse", "HEAD")
     changed = _git(root, "status", "--porcelain", "--untracked-files=normal")
-    if head is None or changed is None:
-        stamped = source_stamp.read(root)
-        commit, dirty = (stamped.commit, bool(stamped.changed)) if stamped else ("", True)
+    if stamped is not None:
+        commit, dirty = stamped.commit, bool(stamped.changed)
+    elif head is None or changed is None:
+        commit, dirty = "", True
     else:
         commit, dirty = head, bool(dirty_paths(changed))
     return {

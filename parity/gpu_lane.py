@@ -68,8 +68,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--only", default=",".join(KINDS))
+    parser.add_argument("--dirty", action="store_true", help="look at a changed tree all the same")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    facts = evidence.run_facts()
+    print(f"commit {facts['git'] or 'unknown'}, {'dirty' if facts['dirty'] else 'clean'}")
+    if facts["dirty"] and not options.dirty:
+        print("this tree is not that of a commit, so nothing that it shows could count; --dirty")
+        return 2
     deadline = time.monotonic() + 60 * MINUTES
     rows = []
     log = options.out / "gpu_lane.log"

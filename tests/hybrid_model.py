@@ -22,6 +22,7 @@ from vllmx import LLM
 from vllmx.forward_context import get_forward_context
 from vllmx.layers.attention import Attention
 from vllmx.layers.mamba_base import MambaBase
+from vllmx.model_loader import loader
 from vllmx.models.utils import LLAMA_MAPPER
 
 VOCAB = 200
@@ -159,9 +160,14 @@ def _totals(values: list[int]) -> list[int]:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """Let checkpoints of this model be loaded."""
+    """Let checkpoints of this model be loaded beside others."""
+    real = loader.get_model_cls
+
+    def get_model_cls(config: Any) -> Any:
+        return HybridForCausalLM if "pattern" in config.to_dict() else real(config)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllmx.model_loader.loader.get_model_cls", lambda config: HybridForCausalLM)
+        patch.setattr(loader, "get_model_cls", get_model_cls)
         yield
 
 

@@ -60,7 +60,7 @@ def test_a_small_pool_preempts_and_goes_on(whole_numbers, caching) -> None:
     llm = hybrid_engine(
         whole_numbers,
         enable_prefix_caching=caching,
-        num_gpu_blocks_override=60,
+        num_gpu_blocks_override=32,
         max_model_len=128,
     )
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler

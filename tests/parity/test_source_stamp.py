@@ -73,6 +73,16 @@ def test_a_forged_stamp_says_nothing(copy, part) -> None:
     assert evidence.run_facts(folder)["git"] == "" and evidence.run_facts(folder)["dirty"]
 
 
+def test_a_stamp_goes_before_the_git_of_a_copy(copy) -> None:
+    folder, commit = copy
+    run(folder, "init", "-q")
+    run(folder, "add", "README.md")
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+    run(folder, *who, "commit", "-qm", "another")
+    facts = evidence.run_facts(folder)
+    assert (facts["git"], facts["dirty"]) == (commit, False)
+
+
 def test_without_a_stamp_nothing_says_what_ran(copy) -> None:
     folder, _ = copy
     (folder / STAMP).unlink()

@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ASKING_DEFINITIONS = {
+    "reshape_and_cache": "its padding",
+    "fused_experts": "the experts of each token",
+}
+"""Ops whose torch definition waits for numbers of the device, which a capture can't."""
+
 
 class GPUSteps:
     """Runs the steps of `runner`, whose rows and tables stay where they are from now on."""
@@ -208,7 +214,8 @@ def graph_refusal(runner: GPUModelRunner) -> str | None:
     for name, layer in mamba_layers(runner.model).items():
         if not layer.supports_cudagraph:
             return f"layer {name} asks the device for its states"
-    choice = runner.ops.choices.get("reshape_and_cache")
-    if choice is not None and choice.provider == REFERENCE:
-        return f"op reshape_and_cache: provider {REFERENCE} asks the device for its padding"
+    for op_name, asked in ASKING_DEFINITIONS.items():
+        choice = runner.ops.choices.get(op_name)
+        if choice is not None and choice.provider == REFERENCE:
+            return f"op {op_name}: provider {REFERENCE} asks the device for {asked}"
     return None
