@@ -188,18 +188,16 @@ def now() -> str:
 def run_facts(root: Path = ROOT) -> dict[str, Any]:
     """What the `run` field says: commit, whether the tree differs from it, versions, machine type.
 
-    A stamp (parity/source_stamp.py) goes before git: it was made for this copy, whose git may be of
-    another commit. A folder with neither counts as dirty: nothing says what ran.
+    Where git says that files have changed, a stamp (parity/source_stamp.py) that says otherwise goes
+    before it: the copy may lie in a folder of another commit. A folder with neither counts as dirty:
+    nothing says what ran.
     """
     stamped = source_stamp.read(root)
     head = _git(root, "rev-parse", "HEAD")
     changed = _git(root, "status", "--porcelain", "--untracked-files=normal")
-    if stamped is not None:
+    commit, dirty = head or "", head is None or changed is None or bool(dirty_paths(changed))
+    if dirty and stamped is not None:
         commit, dirty = stamped.commit, bool(stamped.changed)
-    elif head is None or changed is None:
-        commit, dirty = "", True
-    else:
-        commit, dirty = head, bool(dirty_paths(changed))
     return {
         "git": commit,
         "dirty": dirty,
