@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Witness inputs of mixtures of experts.
 
-Scores of experts are a step apart that every dtype holds, so that the choice is never a tie. Some
+Scores of experts are a step apart that every dtype holds, so that the choice is never a tie. The
+step differs from row to row, so that a row is told from another. Some
 experts get no token, some many; one token, and more tokens than experts.
 """
 
@@ -16,8 +17,11 @@ STEP = 0.25
 
 
 def _scores(m: Maker, tokens: int, experts: int) -> np.ndarray:
-    rows = [m.order(f"row{token}", experts) for token in range(tokens)]
-    return (np.stack(rows) - experts // 2) * STEP
+    rows = [
+        (m.order(f"row{token}", experts) - experts // 2) * STEP / (1 << token % 3)
+        for token in range(tokens)
+    ]
+    return np.stack(rows)
 
 
 def _route(m: Maker, tokens: int, experts: int, topk: int, renormalize: bool) -> Arguments:

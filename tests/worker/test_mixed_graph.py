@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that fill the token budget as one graph, its kernels in Triton's interpreter."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,8 @@ from checkpoints import VOCAB, build_engine, save_tiny
 from gpu_helpers import Event, runner_of
 
 from vllmx import SamplingParams
-from vllmx.attention.backends import triton_attn
+from vllmx.attention.selector import all_backends
+from vllmx.ir.ops.attention import paged_attention
 from vllmx.worker import gpu_steps, mixed_graph
 from vllmx.worker.input_batch import HostBatch
 from vllmx.worker.mixed_graph import MixedGraph
@@ -40,8 +43,9 @@ def on_a_gpu(monkeypatch, folder):
     """An engine whose full steps are replays; its mixed graph."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    refusal = staticmethod(lambda context: True)
-    monkeypatch.setattr(triton_attn.TritonAttentionBackend, "refusal", refusal)
+    all_backends()  # registers them
+    impl = replace(paged_attention.impls["triton"], supports=None)
+    monkeypatch.setitem(paged_attention.impls, "triton", impl)
     llm = build_engine(folder, attention_backend="triton", async_scheduling=True, **LIMITS)
     runner = runner_of(llm)
     runner.gpu_steps = steps = gpu_steps.GPUSteps(runner)

@@ -51,6 +51,11 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder):
         fresh_indices = None
         if len(fresh):
             fresh_indices = state_indices.index_select(0, self._to_device(fresh))
+        starts_of_prefills = common.query_start_loc[:1]
+        if num_decodes < common.num_reqs:
+            starts_of_prefills = common.query_start_loc[num_decodes:]
+            if num_decodes:
+                starts_of_prefills = starts_of_prefills - num_decodes
         has_state = common.has_initial_state
         if has_state is None:
             has_state = self._to_device(common.seq_lens_np > lengths)
@@ -62,7 +67,7 @@ class GDNAttentionMetadataBuilder(AttentionMetadataBuilder):
             has_initial_state=has_state,
             query_start_loc=common.query_start_loc,
             state_indices=state_indices,
-            prefill_query_start_loc=common.query_start_loc[num_decodes:] - num_decodes,
+            prefill_query_start_loc=starts_of_prefills,
             fresh_decode_indices=fresh_indices,
         )
 

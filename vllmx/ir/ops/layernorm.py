@@ -61,11 +61,10 @@ def rms_norm_gated(
     x, z: [..., hidden]; weight: [hidden]; activation: "silu" or "sigmoid". Computed in float32;
     returns x's shape and dtype.
     """
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + epsilon)
-    gate = z.to(torch.float32)
+    normed, gate = x.to(torch.float32), z.to(torch.float32)
+    normed = normed * torch.rsqrt(normed.pow(2).mean(dim=-1, keepdim=True) + epsilon)
     gate = torch.sigmoid(gate) if activation == "sigmoid" else F.silu(gate)
-    return (wide * weight.to(torch.float32) * gate).to(x.dtype)
+    return (normed * weight.to(torch.float32) * gate).to(x.dtype)
 
 
 rms_norm.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(rms_norm.fn, "x"))
