@@ -50,17 +50,21 @@ def describe() -> dict[str, Any]:
 def compute(job: Job) -> Answer:
     """Continue and score the sequences of `job`."""
     os.environ.update(SETTINGS)
+    return answer_of(job, dtype="float32", enforce_eager=True)
+
+
+def answer_of(job: Job, **options: Any) -> Answer:
+    """What an engine with these options says; `stream` needs one that runs eagerly."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=job.folder,
-        dtype="float32",
-        enforce_eager=True,
         enable_prefix_caching=False,
         max_model_len=LONGEST,
         max_logprobs=job.top_k,
         skip_tokenizer_init=True,
         disable_log_stats=True,
+        **options,
     )
     greedy = SamplingParams(
         temperature=0.0, max_tokens=job.max_tokens, ignore_eos=True, detokenize=False
@@ -79,7 +83,8 @@ def compute(job: Job) -> Answer:
             top = [(token, entry.logprob) for token, entry in ranked if entry.rank <= job.top_k]
             ids, values = zip(*top[: job.top_k])
             answer.add(np.array(ids), np.array(values), scored[following].logprob, ids[0])
-    answer.stream = _stream(llm, answer.sequences[-1])
+    if options["enforce_eager"]:
+        answer.stream = _stream(llm, answer.sequences[-1])
     return answer
 
 
@@ -112,7 +117,7 @@ def _stream(llm: Any, sequence: list[int]) -> list[np.ndarray]:
     _generate(llm, [sequence], SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
     for handle in handles:
         handle.remove()
-    return [rows[: len(sequence)].numpy() for rows in seen]
+    return [rows[: len(sequence)].float().cpu().numpy() for rows in seen]
 
 
 if __name__ == "__main__":

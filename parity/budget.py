@@ -27,6 +27,7 @@ class Allowance:
 
 ALLOWED = {
     "ops": Allowance(10 * MB, MAX_BYTES),
+    "ops_gpu": Allowance(3 * MB, MAX_BYTES),
     "models": Allowance(16 * MB, 512 * 1024),
     "schedule": Allowance(8 * MB, 40 * 1024),
     "text": Allowance(1 * MB, 64 * 1024),

@@ -28,7 +28,7 @@ TRACE = ".json.zz"
 
 
 class Listed:
-    """The catalogue of a real checkout. Ops are listed on a CPU; other devices count if run."""
+    """The catalogue of a real checkout, the cells of a GPU included, wherever it lies."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -38,42 +38,44 @@ class Listed:
 
     def ops(self, name: str) -> Sequence[Cell]:
         """Every case, dtype and provider of an op that takes such calls."""
-        from .op_cells import expected
+        from .op_cells import DEVICES, GPU_LANE, expected, expected_of_gpu_lane
         from .op_table import OPS
 
         if name not in OPS:
             return []
-        listed = expected("cpu", f"{OPS[name].feature}/")
+        select = f"{OPS[name].feature}/"
         cells = []
-        for cell in listed:
+        listed = [cell for device in DEVICES for cell in expected(device, select)]
+        for cell in (*listed, *expected_of_gpu_lane(select)):
             # One that is refused here may have run on another device.
             self._op_cells[cell.feature, cell.case_name, cell.provider] = cell
             if cell.refused:
                 continue
             found = Cell(
-                *(cell.feature, cell.case_name, cell.provider, cell.device, "eager"),
+                *(cell.feature, cell.case_name, cell.provider, cell.device, cell.mode),
                 kind="op",
-                golden=f"ops/{cell.golden}",
+                golden=f"{'ops_gpu' if cell.mode == GPU_LANE else 'ops'}/{cell.golden}",
                 graded=True,
-                command=f"vllmx parity replay {OPS[name].feature}/",
+                command=replay_on(cell.device, select),
             )
             cells.append(found)
         return cells
 
     def models(self, name: str) -> Sequence[Cell]:
-        """Every mode of a model that has goldens, with each provider."""
+        """Every mode of a model that has goldens, with each provider, on each device."""
         from .model_table import GOLDEN_LANE, expected
+        from .op_cells import DEVICES
 
         cells = []
-        for cell in expected(f"model.{name}"):
+        for cell in (c for d in DEVICES for c in expected(f"model.{name}", device=d)):
             if cell.entry.name != name:
                 continue
             found = Cell(
-                *(cell.feature, "forced", cell.provider, "cpu", cell.mode),
+                *(cell.feature, "forced", cell.provider, cell.device, cell.mode),
                 kind="model",
                 golden=f"models/{cell.entry.golden(GOLDEN_LANE)}",
                 graded=True,
-                command=f"vllmx parity replay {cell.feature}",
+                command=replay_on(cell.device, cell.feature),
             )
             self._model_cells[found.key[:3]] = cell
             cells.append(found)
@@ -129,31 +131,32 @@ class Listed:
 
     def goldens(self) -> Mapping[str, Golden]:
         """What lies in parity/goldens, by name; files that no case expects are problems."""
-        found = dict(self._op_goldens()) | dict(self._model_goldens())
+        found = dict(self._op_goldens("ops")) | dict(self._op_goldens("ops_gpu"))
+        found |= dict(self._model_goldens())
         found |= dict(self._text_goldens())
         for path in sorted((self.folder / "schedule").glob("*")):
             name = f"schedule/{path.name.removesuffix(TRACE)}"
             found[name] = Golden(_sha(path), self._trace_problem(path))
         return found
 
-    def _op_goldens(self) -> Iterator[tuple[str, Golden]]:
+    def _op_goldens(self, kind: str) -> Iterator[tuple[str, Golden]]:
         from .calibrate import Floors
 
-        folder = self.folder / "ops"
+        folder = self.folder / kind
         if not folder.is_dir():
             return
         try:
             index, floors = golden_files.read_index(folder), Floors(folder)
         except GoldenError as error:
-            yield "ops", Golden("", str(error))
+            yield kind, Golden("", str(error))
             return
         for name in golden_files.files(folder):
             path = folder / name
             sha = _sha(path)
             problem = _problem(path, sha, index.get(name))
-            yield f"ops/{name}", Golden(sha, problem, floors.known(name, sha), floors.sha(name))
+            yield f"{kind}/{name}", Golden(sha, problem, floors.known(name, sha), floors.sha(name))
         for name in golden_files.strays(folder, self.expected_op_goldens()):
-            yield f"ops/{name}", Golden("", "no case expects it")
+            yield f"{kind}/{name}", Golden("", "no case expects it")
 
     def _model_goldens(self) -> Iterator[tuple[str, Golden]]:
         from .model_table import LANES, MODELS
@@ -268,6 +271,11 @@ class Listed:
             sha = _sha(self.root / CANARY_CODE)
             found["canary"] = {"fine": sha, "coarse": sha}
         return found
+
+
+def replay_on(device: str, select: str) -> str:
+    """The command that shows `select` on a device."""
+    return f"vllmx parity replay {'device=cuda --select ' if device == 'cuda' else ''}{select}"
 
 
 def _problem(path: Path, sha: str, indexed: str | None) -> str:

@@ -101,6 +101,9 @@ def _cells(feature: str, kind: str, name: str, catalogue: Catalogue) -> Sequence
     if kind == "tests":
         command = f"vllmx parity collect {feature}"
         return [Cell(feature, name, "vllmx", "cpu", PYTEST, "test", command=command)]
+    if kind == "gpu":
+        command = f"vllmx parity collect device=cuda --select {feature}"
+        return [Cell(feature, name, "vllmx", "cuda", PYTEST, "test", command=command)]
     if kind == "upstream":
         command = f"vllmx parity upstream-tests --select {name.split('::')[0]}"
         return [Cell(feature, name, "vllmx", "cpu", UPSTREAM, "upstream", command=command)]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllmx parity collect`: run the named tests and scheduler traces, and append what they show.
 
+What needs a GPU, tests/gpu, is collected with `device=cuda` and without the rest.
+
 With `from=FILE` nothing is run: FILE is pytest's JUnit XML or the table that
 `vllmx parity upstream-tests` writes, and must be newer than the code that it speaks of.
 """
@@ -44,7 +46,11 @@ def run(config: RunConfig) -> int:
     checkout = Checkout()
     chosen = features.selected(checkout.declared, options.select, options.tier)
     wanted = [checkout.feature(declared) for declared in chosen]
-    rows = collect(checkout, wanted, options)
+    device = "cuda" if config.device.device == "cuda" else "cpu"
+    if device == "cuda" and not _device_facts(device):
+        print("there is no cuda device here")
+        return 3
+    rows = collect(checkout, wanted, options, device)
     folder = Path(options.output_dir) if options.output_dir else checkout.evidence_folder
     path = evidence.append(rows, folder)
     for row in rows:
@@ -72,9 +78,11 @@ def exit_code(verdicts: Iterable[str]) -> int:
     return 3 if "skip" in found else 0
 
 
-def collect(checkout: Checkout, wanted: Sequence[Feature], options: ParityConfig) -> list[Row]:
-    """The rows of the features `wanted`; UserError where there is nothing to look at."""
-    cells = _by_kind(wanted)
+def collect(
+    checkout: Checkout, wanted: Sequence[Feature], options: ParityConfig, device: str = "cpu"
+) -> list[Row]:
+    """The rows of `wanted` on a device; UserError where there is nothing to look at."""
+    cells = _by_kind(wanted, device)
     facts = evidence.run_facts(checkout.root)
     for listed in cells.values():  # as the code is before anything is run
         checkout.remember(listed)
@@ -94,12 +102,23 @@ def collect(checkout: Checkout, wanted: Sequence[Feature], options: ParityConfig
     return rows
 
 
-def _by_kind(wanted: Iterable[Feature]) -> dict[str, list[Cell]]:
+def _by_kind(wanted: Iterable[Feature], device: str = "cpu") -> dict[str, list[Cell]]:
     kinds: dict[str, dict[Any, Cell]] = {}
     for feature in wanted:
-        for cell in feature.cells:
+        for cell in (cell for cell in feature.cells if cell.device == device):
             kinds.setdefault(cell.kind, {}).setdefault(cell.key, cell)
     return {kind: list(cells.values()) for kind, cells in kinds.items()}
+
+
+def _device_facts(device: str) -> dict[str, str]:
+    """What evidence says of a GPU beside its name, empty where there is none; nothing of a CPU."""
+    if device == "cpu":
+        return {}
+    import torch
+
+    from .op_replay import device_facts
+
+    return device_facts(device) if torch.cuda.is_available() else {}
 
 
 # ---- tests
@@ -190,7 +209,7 @@ def _row(checkout: Checkout, cell: Cell, facts: dict[str, Any], **fields: Any) -
         feature=cell.feature,
         case=cell.case,
         provider=cell.provider,
-        device={"name": cell.device},
+        device={"name": cell.device, **_device_facts(cell.device)},
         mode=cell.mode,
         golden_sha=golden.sha if golden else "",
         closure=closure or {"fine": "", "coarse": ""},

@@ -42,6 +42,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from . import source_stamp
+from .source_stamp import OUTPUTS
+
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]
 EVIDENCE = Path(__file__).resolve().parent / "evidence"
@@ -69,8 +72,6 @@ FIELDS = {
 ISSUE = re.compile(r"(issue |#)\d+|https://\S+")
 """What the reason of a retraction must name."""
 OPTIONAL = {"reason": str, "retracts": str, "details": dict}
-OUTPUTS = ("parity/evidence/", "reports/")
-"""What runs write themselves: a change there doesn't make a tree dirty."""
 LIBRARIES = ("torch", "numpy", "triton")
 
 Row = dict[str, Any]
@@ -181,13 +182,19 @@ def now() -> str:
 def run_facts(root: Path = ROOT) -> dict[str, Any]:
     """What the `run` field says: commit, whether the tree differs from it, versions, machine type.
 
-    A folder that is no git checkout counts as dirty: nothing says what ran.
+    A folder that is no git checkout needs a stamp (parity/source_stamp.py) that its files agree
+    with; without one it counts as dirty: nothing says what ran.
     """
     head = _git(root, "rev-parse", "HEAD")
     changed = _git(root, "status", "--porcelain", "--untracked-files=normal")
+    if head is None or changed is None:
+        stamped = source_stamp.read(root)
+        commit, dirty = (stamped.commit, bool(stamped.changed)) if stamped else ("", True)
+    else:
+        commit, dirty = head, bool(dirty_paths(changed))
     return {
-        "git": head or "",
-        "dirty": head is None or changed is None or bool(dirty_paths(changed)),
+        "git": commit,
+        "dirty": dirty,
         "python": platform.python_version(),
         "machine": f"{sys.platform}-{platform.machine()}",
         **{name: _version(name) for name in LIBRARIES},

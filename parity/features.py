@@ -12,6 +12,7 @@ id, which files of ours are the feature and by what it is to be shown:
     schedule: [kinds]   kinds of parity/schedule_traces.py; "*" for all
     upstream: [paths]   files, or ids with wildcards, under upstream's tests/
     tests: [selectors]  tests/file.py or tests/file.py::name, with wildcards
+    gpu: [selectors]    the same of tests/gpu, which only a GPU can show
 
 A feature that features.yaml does not name is not built.
 """
@@ -30,7 +31,7 @@ from vllmx.exceptions import UserError
 HERE = Path(__file__).resolve().parent
 INVENTORY = HERE / "inventory.tsv"
 FEATURES = HERE / "features.yaml"
-NEEDS = ("ops", "models", "text", "schedule", "upstream", "tests")
+NEEDS = ("ops", "models", "text", "schedule", "upstream", "tests", "gpu")
 CANARY = "suite.canary"
 """A row beyond the inventory that is broken for ever: if it isn't red, no row can be believed."""
 

@@ -25,10 +25,13 @@ from .dtypes import Array, from_bytes
 SCHEMA = 1
 GOLDENS = Path(__file__).resolve().parent / "goldens"
 OPS = GOLDENS / "ops"
+OPS_GPU = GOLDENS / "ops_gpu"
+"""Of upstream's CUDA kernels: the second lane of the ops."""
 MODELS = GOLDENS / "models"
 TEXT = GOLDENS / "text"
 INDEX = "index.json"
-BESIDE = {INDEX, "floors.json"}
+REFUSED = "refused.json"
+BESIDE = {INDEX, "floors.json", REFUSED}
 """Files at the top of a folder of goldens that are none themselves."""
 MAX_BYTES = 64 * 1024
 MODEL_MAX_BYTES = 512 * 1024
@@ -247,3 +250,14 @@ def _check_facts(facts: Mapping[str, Any], required: Sequence[str]) -> None:
         raise GoldenError(f"a golden must say its {', '.join(missing)}")
     if facts["schema"] != SCHEMA:
         raise GoldenError(f"schema {facts['schema']}, not {SCHEMA}")
+
+
+def declined(folder: Path) -> dict[str, str]:
+    """Golden -> why its oracle does not take the case; GoldenError where the list is damaged."""
+    path = folder / REFUSED
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise GoldenError(f"{path.name} is damaged: {error}") from error

@@ -18,17 +18,19 @@ from vllmx.engine.arg_utils import engine_args_to_config
 from .checkpoints import tiny_folder
 from .model_gate import Ours
 from .model_golden import Scores
-from .model_table import PROVIDERS, SKETCH_TOKENS, ModelEntry
+from .model_table import PROVIDERS, SKETCH_TOKENS, STRADDLED, ModelEntry
 
 LIST = 64
 """How many of our log-probabilities are asked for: the oracle's 32 are nearly always among them."""
 CHUNK = 48
-"""Tokens a step in the modes that cut prompts; no multiple of a block."""
+"""Tokens a step in the modes that cut prompts; of several sequences at once, each gets what the
+others leave."""
 LONGEST = 1024
 
 
-def build(entry: ModelEntry, provider: str, device: str, chunked: bool) -> LLM:
-    """An engine for the model: whole prompts and no cache, or cut ones and prefix caching."""
+def build(entry: ModelEntry, provider: str, device: str, chunked: bool, eager: bool = False) -> LLM:
+    """An engine for the model: whole prompts and no cache, or cut ones and prefix caching;
+    `eager`: without CUDA graphs where a GPU would take them."""
     model = str(tiny_folder(entry)) if entry.tiny else entry.name
     run = engine_args_to_config(
         model=model,
@@ -36,10 +38,14 @@ def build(entry: ModelEntry, provider: str, device: str, chunked: bool) -> LLM:
         max_logprobs=LIST,
         enable_prefix_caching=chunked,
         skip_tokenizer_init=True,
+        enforce_eager=eager,
         **({"max_num_batched_tokens": CHUNK, "max_num_seqs": 16} if chunked else {}),
     )
     run.kernel.default_priority = list(PROVIDERS[provider])
     run.device.device = device
+    if device == "cuda":
+        run.compilation.cudagraph_capture_sizes = [1, 2, 4, 8, 16, 24]
+        run.cache.kv_cache_memory_bytes = 256 << 20
     run.device.num_threads = 1  # the order of a sum must not depend on the machine
     run.load.use_tqdm_on_load = False
     return LLM(config=finalize(run))
@@ -51,13 +57,15 @@ def scored(llm: LLM, want: Scores, one_by_one: bool) -> Ours:
     rows = _Rows()
     groups = [[s] for s in want.sequences] if one_by_one else [want.sequences]
     position = 0
-    for group in groups:
-        for sequence, output in zip(group, _generate(llm, group, params)):
+    with logit_steps(llm) as steps:
+        answers = [_generate(llm, group, params) for group in groups]
+    for group, outputs in zip(groups, answers):
+        for sequence, output in zip(group, outputs):
             assert output.prompt_logprobs is not None
             for following, entries in zip(sequence[1:], output.prompt_logprobs[1:], strict=True):
                 rows.add(position, entries, following)
                 position += 1
-    return rows.ours()
+    return rows.ours(steps)
 
 
 def shown(
@@ -67,6 +75,9 @@ def shown(
     misses = 0
     if mode == "bs1":
         return {"prefill": scored(llm, want, one_by_one=True)}, misses
+    if mode == "straddle":
+        sizes = {size: decoded(llm, want, prompts, count, size) for size in STRADDLED}
+        return {f"decode{size}": ours for size, ours in sizes.items()}, misses
     parts = {}
     if mode == "prefix":
         # Half of what the oracle generated is given: a prompt may be less than a block.
@@ -87,8 +98,11 @@ def cache_misses(llm: LLM, prompts: list[list[int]]) -> int:
     return sum(not output.num_cached_tokens for output in _generate(llm, prompts, params))
 
 
-def decoded(llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int) -> Ours:
-    """Our scores at the tokens that we generate, as long as they are the golden's.
+def decoded(
+    llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int, batch: int | None = None
+) -> Ours:
+    """Our scores at the tokens that we generate, as long as they are the golden's; `batch`: how
+    many are asked at once, over and over the same prompts.
 
     The position where a sequence first differs is the last of it: there, too, both saw the same.
     """
@@ -96,7 +110,10 @@ def decoded(llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int) -
         temperature=0.0, max_tokens=max_tokens, logprobs=LIST, ignore_eos=True, detokenize=False
     )
     rows = _Rows()
-    for index, output in enumerate(_generate(llm, prompts, params)):
+    asked = [i % len(prompts) for i in range(len(prompts) if batch is None else batch)]
+    with logit_steps(llm) as steps:
+        outputs = _generate(llm, [prompts[i] for i in asked], params)
+    for index, output in zip(asked, outputs, strict=True):
         sequence = want.sequences[index]
         completion = output.outputs[0]
         assert completion.logprobs is not None
@@ -106,7 +123,7 @@ def decoded(llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int) -
             rows.add(want.first_position(index) + start + step - 1, entries, following)
             if token != following:
                 break
-    return rows.ours()
+    return rows.ours(steps)
 
 
 def _generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
@@ -128,13 +145,38 @@ class _Rows:
         found = entries.get(following)
         self.next.append(found.logprob if found is not None else ranked[-1][1].logprob)
 
-    def ours(self) -> Ours:
+    def ours(self, steps: list[float]) -> Ours:
         return Ours(
             np.array(self.where),
             np.array(self.ids),
             np.array(self.val, dtype=np.float64),
             np.array(self.next, dtype=np.float64),
+            min(steps, default=0.0),
         )
+
+
+@contextmanager
+def logit_steps(llm: LLM) -> Iterator[list[float]]:
+    """Collects a unit in the last place of the logits at the smallest of their tops, call by call:
+    what two tokens that are the same but for rounding may be apart."""
+    found: list[float] = []
+    model = model_of(llm)
+    inner = model.compute_logits
+
+    def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = inner(hidden_states)
+        # What is captured now would be part of the graph for ever.
+        capturing = logits.is_cuda and torch.cuda.is_current_stream_capturing()
+        if len(logits) and not capturing:
+            top = logits.amax(dim=-1).abs().amin()
+            found.append(float(top.nextafter(top.new_tensor(torch.inf)) - top))
+        return logits
+
+    model.compute_logits = compute_logits
+    try:
+        yield found
+    finally:
+        del model.compute_logits
 
 
 def model_of(llm: LLM) -> Any:

@@ -6,6 +6,13 @@ smallest amount that is worth a word for the arithmetic in use (policy.yaml, `mo
 more. Rare faults hide from means and percentiles: hence the count of large differences. A flip of
 the most likely token is a fault only if both sides were sure of theirs. However far two oracles
 are from each other, the limits end at `mean_cap` and `p99_cap`.
+
+What a mode asks is judged as a whole, and beside that in classes of positions, each against the
+floor of its own: a fault at every first token of a block is a sixteenth of the whole and hides in
+its mean. `prefill` and `decode` are parts of a mode (model_engine.py); within each
+
+boundary  the first token of a block: of a page, of a chunk, after a cached prefix
+long      from the place LONG of a sequence on
 """
 
 from __future__ import annotations
@@ -21,19 +28,30 @@ from .policy import ModelLimits
 
 COVERAGE = 0.60
 """Share of the probability that the oracle's listed ids must hold to be held against a model."""
+BLOCK = 16
+"""Tokens of a block of the cache, of which chunks and cached prefixes have a whole number."""
+LONG = 128
+PERCENTILE = 100
+"""Positions without which a class has no percentile of its own."""
 
 
 @dataclass(frozen=True)
 class Ours:
     """Our scores at the positions of `where` among the golden's.
 
-    ids, val: [n, K'] most likely first; next: [n], log-probability of the token that follows.
+    ids, val: [n, K'] most likely first; next: [n], log-probability of the token that follows; ulp:
+    a unit in the last place of the logits that they were made of, at the smallest of their tops.
     """
 
     where: np.ndarray
     ids: np.ndarray
     val: np.ndarray
     next: np.ndarray
+    ulp: float = 0.0
+
+    def only(self, rows: np.ndarray) -> Ours:
+        """The scores of some rows."""
+        return Ours(self.where[rows], self.ids[rows], self.val[rows], self.next[rows], self.ulp)
 
     def at(self, ids: np.ndarray) -> np.ndarray:
         """Our log-probabilities of `ids` [n, K]; NaN for one that is not among ours."""
@@ -53,8 +71,28 @@ def binomial_bound(n: int, rate: float) -> int:
     return n
 
 
+def classes(want: Scores, at: np.ndarray) -> dict[str, np.ndarray]:
+    """Class -> which of the positions `at` are of it."""
+    places = want.places[at]
+    return {
+        "boundary": np.flatnonzero((places > 0) & (places % BLOCK == 0)),
+        "long": np.flatnonzero(places >= LONG),
+    }
+
+
 def judge(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[str, Check]:
-    """The checks of G1 to G7 over the positions that `got` has."""
+    """The checks of G1 to G7 over the positions that `got` has, and over each class of them."""
+    checks = _judge_all(want, floor, got, limits)
+    for name, rows in classes(want, got.where).items():
+        if len(rows):
+            found = _judge_all(want, floor, got.only(rows), limits)
+            if len(rows) < PERCENTILE:
+                found.pop("p99", None)
+            checks |= {f"{name}.{key}": check for key, check in found.items()}
+    return checks
+
+
+def _judge_all(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[str, Check]:
     at = got.where
     ids, val = want.ids[at], want.val[at]
     ours = got.at(ids)
@@ -83,11 +121,33 @@ def judge(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[s
     checks["coverage"] = Check(float(_uncovered(val, ours, mean_limit)), 0.0)
     checks |= _flips(want, floor, got, limits)
     checks["next"] = Check(float(np.abs(got.next - want.next[at]).mean()), mean_limit)
-    kl_ours, kl_golden = _kl(floor.val[at], ours), _kl(floor.val[at], val)
-    paired = kl_ours - kl_golden
-    spread = float(paired.std()) / math.sqrt(max(n, 1))
+    paired = _kl(floor.val[at], ours) - _kl(floor.val[at], val)
+    spread = standard_error(paired, want.owners[at])
     checks["kl"] = Check(max(float(paired.mean()), 0.0), 2 * spread + limits.mean**2)
     return checks
+
+
+def standard_error(values: np.ndarray, owners: np.ndarray) -> float:
+    """Of the mean of `values` [n], whose `owners` are sequences: positions of one are alike, so
+    the sums of sequences are what varies. Where few sequences make that more than independent
+    positions would have, it is theirs: a limit has never been wider."""
+    n = max(len(values), 1)
+    alone = float(values.std()) / math.sqrt(n)
+    groups = np.unique(owners)
+    if len(groups) < 2:
+        return alone
+    sums = np.array([(values[owners == group] - values.mean()).sum() for group in groups])
+    together = math.sqrt(float((sums**2).sum()) * len(groups) / (len(groups) - 1)) / n
+    return min(alone, together)
+
+
+def tie_of(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> float:
+    """tau: how close two tokens are between which a flip is no fault: two units of the logits'
+    last place, four deviations of the margin between two oracles, or the policy's least."""
+    at = got.where
+    margins = [scores.val[at, 0] - scores.val[at, 1] for scores in (want, floor)]
+    sigma = float((margins[1] - margins[0]).std()) if len(at) else 0.0
+    return max(2 * got.ulp, 4 * sigma, limits.tie)
 
 
 def _flips(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[str, Check]:
@@ -97,6 +157,7 @@ def _flips(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[
     mine, theirs = got.ids[:, 0], want.top[at]
     flipped = np.flatnonzero(mine != theirs)
     floor_rate = float((floor.top[at] != theirs).mean()) if n else 0.0
+    tie = tie_of(want, floor, got, limits)
     unexcused = 0
     for i in flipped:
         row = at[i]
@@ -107,14 +168,16 @@ def _flips(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[
         own = got.ids[i] == theirs[i]
         own_margin = float(got.val[i, 0] - got.val[i][own][0]) if own.any() else math.inf
         cap = 0.30 + 0.35 * -float(want.val[row][0])
-        unexcused += min(oracle_margin, own_margin) > min(limits.tie, cap)
+        unexcused += min(oracle_margin, own_margin) > min(tie, cap)
     excused = len(flipped) - unexcused
     share = 1.0 - len(flipped) / max(n, 1)
     wanted = max(0.95, 1.0 - floor_rate - 0.02)
+    # One flip among less than twenty positions is more than one in twenty.
+    unlike = max(1.0 - wanted, 1 / max(n, 1))
     return {
         "flips": Check(float(unexcused), 0.0),
         "ties": Check(float(excused), float(binomial_bound(n, max(floor_rate, 1 / n)))),
-        "unlike": Check(1.0 - share, 1.0 - wanted),
+        "unlike": Check(1.0 - share, unlike),
     }
 
 

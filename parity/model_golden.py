@@ -49,6 +49,18 @@ class Scores:
         """The token ids of each sequence."""
         return [self.tokens[first:last].tolist() for first, last in pairwise(self.offsets)]
 
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[P], the place of each position within its sequence."""
+        lengths = np.diff(self.offsets) - 1
+        return np.concatenate([np.arange(length) for length in lengths])
+
+    @cached_property
+    def owners(self) -> np.ndarray:
+        """[P], the sequence of each position."""
+        lengths = np.diff(self.offsets) - 1
+        return np.repeat(np.arange(len(lengths)), lengths)
+
     def first_position(self, sequence: int) -> int:
         """Place of a sequence's first position among all."""
         return int(self.offsets[sequence]) - sequence

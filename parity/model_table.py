@@ -21,6 +21,10 @@ TOP_K = 32
 SKETCH_TOKENS = 8
 POSITIONS = 816
 MODES = ("bs1", "batch", "chunked", "prefix")
+GPU_MODES = (*MODES, "eager", "straddle")
+"""On a GPU a batch's decode steps are CUDA graphs; `eager` has none, and `straddle` asks batches on
+both sides of a graph's size."""
+STRADDLED = (8, 9, 16, 17)
 PROVIDERS = {"torch": ["torch"], "auto": []}
 """Provider of a cell -> kernel.default_priority: every op by its definition, or what is default."""
 
@@ -135,11 +139,12 @@ MODELS = {
 
 @dataclass(frozen=True)
 class ModelCell:
-    """One model, provider and mode."""
+    """One model, provider, mode and device."""
 
     entry: ModelEntry
     provider: str
     mode: str
+    device: str = "cpu"
 
     @property
     def feature(self) -> str:
@@ -147,21 +152,28 @@ class ModelCell:
         return self.entry.feature
 
 
-def modes_of(entry: ModelEntry, provider: str) -> tuple[str, ...]:
+def modes_of(entry: ModelEntry, provider: str, device: str = "cpu") -> tuple[str, ...]:
     """The modes of a model with a provider.
 
     The definitions expand a real model's quantised weights on every call: decoding would take
-    minutes, and the tiny models show it.
+    minutes, and the tiny models show it. A GPU computes what its golden is of, float32, with the
+    tiny models only.
     """
+    if device == "cuda":
+        return GPU_MODES if entry.tiny and provider == "auto" else ()
     return ("bs1",) if provider == "torch" and not entry.tiny else MODES
 
 
-def expected(select: str | None = None, provider: str | None = None) -> Iterator[ModelCell]:
-    """Every cell that `select` (prefixes of model.NAME or NAME, by comma) and `provider` leave."""
+def expected(
+    select: str | None = None, provider: str | None = None, device: str = "cpu"
+) -> Iterator[ModelCell]:
+    """Every cell of a device that `select` (prefixes of model.NAME or NAME, by comma) and
+    `provider` leave."""
     words = [word.strip() for word in select.split(",")] if select else [""]
     for entry in MODELS.values():
         if not any(n.startswith(w) for n in (entry.feature, entry.name) for w in words):
             continue
         for name in PROVIDERS:
             if provider in (None, name):
-                yield from (ModelCell(entry, name, mode) for mode in modes_of(entry, name))
+                modes = modes_of(entry, name, device)
+                yield from (ModelCell(entry, name, mode, device) for mode in modes)

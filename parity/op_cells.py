@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +18,16 @@ import torch
 from vllmx.ir.op import IrOpImpl, OpContext
 from vllmx.ir.select import load_ops
 
+from . import golden
 from .dtypes import Array
 from .inputs import Case
-from .op_table import OPS, OWN, OpEntry, golden_name
+from .op_table import GPU_OPS, OPS, OWN, OpEntry, golden_name
 from .torch_calls import TORCH_DTYPES, tensors_of
 
 DEVICES = ("cpu", "cuda")
 MODE = "eager"
+GPU_LANE = "gpu-lane"
+"""Mode of cells on a GPU that are judged against upstream's CUDA kernels."""
 OUTSIDE = {
     ("triton", "cpu"): "Triton kernels run on a GPU",
 }
@@ -41,11 +45,12 @@ class OpCell:
     device: str
     refused: str = ""
     blocked: str = ""
+    mode: str = MODE
 
     @property
     def entry(self) -> OpEntry:
         """The op."""
-        return OPS[self.op]
+        return (GPU_OPS if self.mode == GPU_LANE else OPS)[self.op]
 
     @property
     def feature(self) -> str:
@@ -85,6 +90,19 @@ def expected(
     return [cell for cell in cells if provider in (None, cell.provider)]
 
 
+def expected_of_gpu_lane(
+    select: str | None = None, provider: str | None = None, folder: Path = golden.OPS_GPU
+) -> list[OpCell]:
+    """The cells on a GPU of ops that upstream has a CUDA kernel for, but those cases that the
+    kernel declined when the lane was recorded."""
+    declined = golden.declined(folder)
+    return [
+        replace(cell, mode=GPU_LANE)
+        for cell in expected("cuda", select, provider)
+        if cell.op in GPU_OPS and cell.golden not in declined
+    ]
+
+
 def ops_without_cases() -> list[str]:
     """Ops of vllmx's op table that have no golden here; there must be none."""
     return sorted(set(load_ops()) - set(OPS))
@@ -107,7 +125,9 @@ def _providers(entry: OpEntry, case: Case, dtype: str, device: str) -> Sequence[
     found = []
     for name, impl in registry[entry.name].impls.items():
         missing = "" if impl.supported is True else str(impl.supported)
-        refusal = OUTSIDE.get((name, device)) or ("" if missing else impl.refusal(context) or "")
+        # What it takes doesn't depend on what is installed here: a cell must be asked for anywhere.
+        answer = True if impl.supports is None else impl.supports(context)
+        refusal = OUTSIDE.get((name, device)) or ("" if answer is True else str(answer))
         blocked = "" if refusal else missing
         found.append(OpCell(*key, name, device, refusal, blocked))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,30 +22,46 @@ from .inputs import Arguments
 from .op_cells import MODE, OpCell, implementation
 from .op_table import EXACT, OWN
 from .torch_calls import Call, Outputs
-from .truth64 import Outputs as Truths
-from .truths import symbols_of, truth_of
+from .truths import Outputs as Truths
+from .truths import cap_of, contradiction, prepare, symbols_of, truth_of
 
 NOTHING = {"fine": "", "coarse": ""}
 C_SOURCES = ("vllmx/kernels/native.c",)
 """What the provider `native` is compiled from."""
-COMPARISON = ("parity/compare.py:compare_float", "parity/compare.py:compare_exact")
+COMPARISON = (
+    "parity/compare.py:compare_float",
+    "parity/compare.py:compare_exact",
+    "parity/truths.py:contradiction",
+)
 
 
 class Lane:
     """Replays cells on one device against the goldens of one folder."""
 
-    def __init__(self, device: str = "cpu", folder: Path = golden.OPS) -> None:
+    def __init__(self, device: str = "cpu", folder: Path = golden.OPS, mode: str = MODE) -> None:
         self.device = device
+        self.mode = mode
         self.folder = folder
         self.policy = policy.load()
         self.run = evidence.run_facts()
-        self.device_facts = _device_facts(device)
+        self.device_facts = device_facts(device)
         try:
             self.index, self.index_fault = golden.read_index(folder), ""
             self.floors: Floors | None = Floors(folder)
         except GoldenError as error:
             self.index, self.index_fault, self.floors = {}, str(error), None
         self._last: tuple[str, tuple[Golden, Arguments, Truths | None]] | None = None
+
+    def prepare(self, cells: Iterable[OpCell]) -> None:
+        """Ask the truth of all of `cells` at once, where `row` would ask for each."""
+        asked = {cell.golden: cell for cell in cells if not (cell.refused or cell.blocked)}
+        try:
+            prepare(
+                (cell.op, cell.entry.table.cases[cell.op, cell.case].arguments(cell.dtype))
+                for cell in asked.values()
+            )
+        except GoldenError as error:
+            print(f"{error}; every cell asks for itself")
 
     def row(self, cell: OpCell) -> Row:
         """The evidence of a cell, whatever comes of it."""
@@ -91,7 +108,7 @@ class Lane:
         return make_row(
             **row,
             device=self.device_facts,
-            mode=MODE,
+            mode=self.mode,
             policy_sha=self.policy.sha256,
             run=self.run,
             seconds=round(seconds, 4),
@@ -107,6 +124,8 @@ class Lane:
         kept = {name: value.tobytes() for name, value in first.items()}
         again = call()
         judge = _Judge(self, cell, found, truth)
+        if fault := judge.contradiction():
+            return {"verdict": "error", "reason": f"golden and float64 truth disagree: {fault}"}
         checks, drift = judge.outputs(first)
         unlike = sum(kept.get(name) != value.tobytes() for name, value in again.items())
         checks["repeat"] = Check(float(unlike), 0.0)
@@ -167,6 +186,18 @@ class _Judge:
             name: lane.floors.of(cell.golden, found.sha256, name) for name in found.outputs()
         }
 
+    def contradiction(self) -> str:
+        """How the golden and the truth disagree; empty if they don't."""
+        entry = self.cell.entry
+        told = (
+            contradiction(
+                *(name, value, self.truth, entry.kind_of(name) == EXACT),
+                *(cap_of(entry.name, entry.kind), self.cell.dtype),
+            )
+            for name, value in self.golden.outputs().items()
+        )
+        return next(filter(None, told), "")
+
     def outputs(self, got: Outputs) -> tuple[dict[str, Check], list[str]]:
         """All checks by name, and those that drift."""
         want = self.golden.outputs()
@@ -184,8 +215,7 @@ class _Judge:
         cell, want = self.cell, self.golden.outputs()[name]
         if cell.entry.kind_of(name) == EXACT:
             return compare_exact(value, want)
-        if self.truth is None:
-            raise GoldenError(f"{cell.op} has limits but no truth")
+        assert self.truth is not None  # else truth and golden would contradict each other
         limits = self.policy.limits(cell.entry.kind, cell.op, cell.provider, cell.dtype)
         drift = self.policy.drift_of(cell.entry.kind)
         args = (want, self.truth[name], limits, self.floors[name], drift)
@@ -239,7 +269,8 @@ def _words(name: str, check: Check) -> str:
     return f"{name} {check.measured:.3g}, {check.limit:.3g} allowed"
 
 
-def _device_facts(device: str) -> dict[str, str]:
+def device_facts(device: str) -> dict[str, str]:
+    """What evidence says of a device."""
     if device != "cuda":
         return {"name": device, "isa": torch.backends.cpu.get_cpu_capability()}
     major, minor = torch.cuda.get_device_capability()

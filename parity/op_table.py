@@ -7,7 +7,7 @@ do, which have one implementation each, is treated as an op with the provider `v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import cache_cases, fused_cases, gguf_cases, op_cases, rope_cases, sampler_cases
 from .inputs import Case, CaseTable
@@ -23,7 +23,8 @@ class OpEntry:
 
     outputs: the names of its outputs in order; kind: the class of limits in policy.yaml;
     exact: outputs that are compared bit by bit although the kind has limits; mutates: arguments
-    that it writes, which are then outputs of the same name; lane: what of the oracle made it.
+    that it writes, which are then outputs of the same name; lane: what of the oracle made it;
+    wide: outputs that are float32 whatever the dtype of the case.
     """
 
     name: str
@@ -35,6 +36,7 @@ class OpEntry:
     exact: tuple[str, ...] = ()
     mutates: tuple[str, ...] = ()
     sampler: bool = False
+    wide: tuple[str, ...] = ()
 
     @property
     def feature(self) -> str:
@@ -90,6 +92,7 @@ OPS = {
             "gemm",
             "unquantized-gemm",
             outputs=("out", "squares"),
+            wide=("squares",),
         ),
         _ir("rms_norm_linear", fused_cases.CASES, "gemm", "unquantized-gemm"),
         _ir("rms_norm_gated_linear", fused_cases.CASES, "gemm", "unquantized-gemm"),
@@ -145,6 +148,16 @@ OPS = {
         ),
     )
 }
+
+
+GPU_OPS = {
+    name: replace(OPS[name], oracle="vllm_gpu_ops", lane="cuda-kernel")
+    for name in (
+        *("rms_norm", "fused_add_rms_norm", "silu_and_mul", "gelu_and_mul", "rotary_embedding"),
+        *("linear", "reshape_and_cache", "paged_attention"),
+    )
+}
+"""Ops that upstream's GPU build has a kernel for: a second lane of goldens, goldens/ops_gpu."""
 
 
 def golden_name(op: str, case: str, dtype: str) -> str:

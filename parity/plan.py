@@ -17,10 +17,12 @@ from .status import FeatureStatus
 
 DONE = ("GREEN", "DRIFT", "YELLOW")
 JOINED = (
+    "vllmx parity replay device=cuda --select ",
+    "vllmx parity collect device=cuda --select ",
     *("vllmx parity replay ", "vllmx parity collect "),
     "vllmx parity upstream-tests --select ",
 )
-"""Commands that take many selections, separated by commas, in one run."""
+"""Commands that take many selections, separated by commas, in one run; the longer ones first."""
 
 
 def run(config: RunConfig) -> int:
@@ -60,8 +62,9 @@ def join(commands: Iterable[str]) -> list[str]:
     """`commands` with those that take several selections put together."""
     listed = list(commands)
     result = [c for c in listed if not c.startswith(JOINED)]
+    starts = [next((start for start in JOINED if c.startswith(start)), None) for c in listed]
     for start in JOINED:
-        parts = [c.removeprefix(start) for c in listed if c.startswith(start)]
+        parts = [c.removeprefix(start) for c, mine in zip(listed, starts) if mine == start]
         flag = "" if start.endswith("--select ") or len(parts) == 1 else "--select "
         if parts:
             result.append(f"{start}{flag}{','.join(parts)}")

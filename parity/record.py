@@ -3,31 +3,38 @@
 
 `select` has prefixes of op.NAME/CASE, model.NAME, text.KIND/CASE and schedule.TRACE; without it all
 but models are recorded. Texts and traces: record_specs.py. Each case of an op goes to the oracle
-that op_table.py names for it, as a process of its own. An answer becomes a golden only if a second
-call gave the same bits, if it is no further from the float64 truth than a few roundings, and if
-plainly wrong copies of it would be refused. With `check` nothing is written: exit code 1 if a
-golden or its floor would change.
+that op_table.py names for it, as a process of its own (`truth64` where nothing else computes it:
+then the golden is the truth, rounded once). An answer becomes a golden only if a second call gave
+the same bits, if it is no further from the float64 truth than a few roundings, and if plainly wrong
+copies of it would be refused. With `check` nothing is written: exit code 1 if a golden or its floor
+would change.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from vllmx.config import RunConfig
 
 from . import calibrate, golden, policy
-from .compare import compare_exact, compare_float, golden_fault, teeth
+from .compare import compare_exact, compare_float, teeth
 from .dtypes import Array, array
 from .golden import GoldenError
 from .inputs import Arguments, Case
-from .op_table import EXACT, OPS, OpEntry, golden_name
+from .op_table import EXACT, GPU_OPS, OPS, OpEntry, golden_name
 from .oracle_process import Answer, OracleBlocked, Question, ask
 from .record_specs import record_schedule, record_text
 from .selection import by_kind
-from .truths import truth_of
+from .truths import ORACLE as TRUTH
+from .truths import cap_of, contradiction, prepare, truth_of
+
+GPU_ORACLE = "vllm_gpu_ops"
+"""Asked for by name only (`oracle=vllm_gpu_ops`): it needs a GPU and has a folder of its own."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,7 @@ class Recorded:
     def fault(self, folder: Path | None = None) -> str:
         """Why this can't be a golden, or, with a folder, isn't the one there; empty if it can."""
         if error := self.answer.told.get("error"):
-            return f"the oracle fails: {error}"
+            return f"{ORACLE_FAILS}{error}"
         if not self.answer.told["repeat"]:
             return "a second call gave other bits"
         wanted = [n for n in self.entry.outputs if n in self.answer.outputs]
@@ -89,21 +96,10 @@ class Recorded:
         if value.data.size == 0:
             return f"{name} is empty"
         truth = truth_of(self.entry.name, self.arguments)
-        if self.entry.kind_of(name) == EXACT:
-            if truth is not None and value.is_float:
-                unlike = not compare_exact(value, array(truth[name], value.dtype)).ok
-                return f"{name} is not the truth" if unlike else ""
-            if truth is not None and (truth[name] != value.data).any():
-                return f"{name} is not the truth"
-            return self._toothless(name, None)
-        if truth is None:
-            return f"{name} needs a truth"
-        # An output that is wider than its case comes from what was rounded to the case's dtype.
-        fault = golden_fault(value, truth[name], self._cap(), self.dtype)
-        return f"{name}: {fault}" if fault else self._toothless(name, truth)
-
-    def _cap(self) -> float:
-        return CAPS.get(self.entry.name, CAPS.get(self.entry.kind, CAP))
+        exact, cap = self.entry.kind_of(name) == EXACT, cap_of(self.entry.name, self.entry.kind)
+        if fault := contradiction(name, value, truth, exact, cap, self.dtype):
+            return fault
+        return self._toothless(name, None if exact else truth)
 
     def _toothless(self, name: str, truth: dict[str, Any] | None) -> str:
         value = self.answer.outputs[name]
@@ -125,19 +121,9 @@ class Recorded:
         return {"golden_sha": sha, "repeat": self.answer.told["repeat"], "lanes": lanes}
 
 
+ORACLE_FAILS = "the oracle fails: "
 WORST_FIRST = (2, 3, 1)
 """Exit codes of several kinds: a golden that can't be one, an oracle that is not here, a change."""
-CAP = 4.0
-CAPS = {
-    # 1 + erf(x) cancels where the gate is nearly shut.
-    "gelu_and_mul": 16.0,
-    # Sums in bfloat16 or float32 over many elements, probabilities rounded to the dtype.
-    "attention": 16.0,
-    "gemm": 16.0,
-    # Angles of 8191 radians in float32 are off by 2^-11.
-    "table": 4096.0,
-}
-"""How many units in the last place a golden may be off by, root mean square."""
 
 
 @dataclass
@@ -149,11 +135,15 @@ class Answers:
     blocked: bool = False
 
 
-def ask_all(select: str | None = None, oracle: str | None = None) -> Answers:
-    """Every selected case, asked of `oracle` or of the one named for its op."""
+def ask_all(
+    select: str | None = None,
+    oracle: str | None = None,
+    ops: Mapping[str, OpEntry] = OPS,
+) -> Answers:
+    """Every selected case of `ops`, asked of `oracle` or of the one named for its op."""
     wanted = [word.strip() for word in select.split(",")] if select else [""]
     by_oracle: dict[str, list[tuple[OpEntry, Case, str, Arguments]]] = defaultdict(list)
-    for entry in OPS.values():
+    for entry in ops.values():
         if oracle is not None and oracle != entry.oracle:
             continue
         for case in entry.cases:
@@ -174,8 +164,24 @@ def ask_all(select: str | None = None, oracle: str | None = None) -> Answers:
             found.reasons.append(str(error))
             found.blocked |= isinstance(error, OracleBlocked)
             continue
+        if name == TRUTH:
+            answers = [rounded(case[0], case[2], answer) for case, answer in zip(cases, answers)]
         found.answers += [Recorded(*case, answer) for case, answer in zip(cases, answers)]
+    prepare((recorded.entry.name, recorded.arguments) for recorded in found.answers)
     return found
+
+
+def rounded(entry: OpEntry, dtype: str, answer: Answer) -> Answer:
+    """The float64 truth as a golden has it: rounded once, to the dtype of the case."""
+
+    def once(outputs: dict[str, Array]) -> dict[str, Array]:
+        return {
+            name: array(v.data, "f32" if name in entry.wide else dtype) if v.is_float else v
+            for name, v in outputs.items()
+        }
+
+    lanes = {lane: once(outputs) for lane, outputs in answer.lanes.items()}
+    return replace(answer, outputs=once(answer.outputs), lanes=lanes)
 
 
 def record(
@@ -183,13 +189,23 @@ def record(
     oracle: str | None = None,
     folder: Path = golden.OPS,
     check: bool = False,
+    ops: Mapping[str, OpEntry] = OPS,
 ) -> int:
-    """Write goldens, their index and their floors; returns the exit code of the verb."""
-    answers = ask_all(select, oracle)
+    """Write goldens, their index and their floors; returns the exit code of the verb.
+
+    What kernels of a GPU (`ops` is GPU_OPS) don't take is written down with their words: nothing
+    is asked of a golden then. Every op of the CPU's lane takes its cases.
+    """
+    answers = ask_all(select, oracle, ops)
     floors, changed, refused = {}, 0, 0
+    declined: dict[str, str] = {}
     known = calibrate.Floors(folder).entries
     for recorded in answers.answers:
-        if fault := recorded.fault():
+        fault = recorded.fault()
+        if fault.startswith(ORACLE_FAILS) and ops is not OPS:
+            declined[recorded.golden] = fault.removeprefix(ORACLE_FAILS)
+            continue
+        if fault:
             print(f"{recorded.golden}: refused: {fault}")
             refused += 1
             continue
@@ -204,6 +220,9 @@ def record(
             changed += 1
             print(f"{recorded.golden}: another floor, the limits are multiples of it")
     if floors and not check:
+        if ops is not OPS:
+            text = json.dumps(declined, indent=1, sort_keys=True)
+            (folder / golden.REFUSED).write_text(text + "\n")
         calibrate.write(floors, folder)
         golden.write_index(folder)
     for reason in answers.reasons:
@@ -253,7 +272,9 @@ def run(config: RunConfig) -> int:
     codes = []
     for kind, select in by_kind(parity.select, kinds).items():
         if kind == "ops":
-            codes.append(record(select, parity.oracle, check=parity.check))
+            gpu = parity.oracle == GPU_ORACLE
+            where = {"ops": GPU_OPS, "folder": golden.OPS_GPU} if gpu else {}
+            codes.append(record(select, parity.oracle, check=parity.check, **where))
         elif kind == "models":
             codes.append(record_models(select, parity.check))
         elif kind == "text":

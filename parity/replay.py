@@ -22,7 +22,7 @@ from vllmx.exceptions import UserError
 
 from . import evidence, golden
 from .evidence import Row
-from .op_cells import OpCell, expected, ops_without_cases
+from .op_cells import GPU_LANE, OpCell, expected, expected_of_gpu_lane, ops_without_cases
 from .op_replay import Lane
 from .selection import by_kind
 
@@ -45,11 +45,15 @@ def replay_ops(
     """(a row for every cell, the cells that a provider declares it does not take)."""
     cells = expected(device, select, provider)
     lane = Lane(device, folder)
+    lane.prepare(cells)
     rows = [lane.row(cell) for cell in cells if not cell.refused]
     if select is None and provider is None:
         known = {cell.golden for cell in cells}
         rows += [lane.stray(name) for name in golden.strays(folder, known)]
         rows += [lane.uncovered(op) for op in ops_without_cases()]
+    if device == "cuda" and folder == golden.OPS:
+        twin = Lane(device, golden.OPS_GPU, GPU_LANE)
+        rows += [twin.row(c) for c in expected_of_gpu_lane(select, provider) if not c.refused]
     return rows, [cell for cell in cells if cell.refused]
 
 
@@ -60,7 +64,7 @@ def replay_models(
     from .model_replay import ModelLane
     from .model_table import expected as models
 
-    return list(ModelLane(device).rows(models(select, provider)))
+    return list(ModelLane(device).rows(models(select, provider, device)))
 
 
 def replay_texts(select: str | None = None, provider: str | None = None) -> list[Row]:

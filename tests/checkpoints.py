@@ -55,8 +55,30 @@ TINY = {
         "tie_word_embeddings": True,
     },
 }
-FAMILIES = {"llama": "Llama", "gemma3": "Gemma3", "qwen3": "Qwen3"}
-"""Start of a name in TINY -> start of the names of transformers' classes."""
+LINEAR = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+HYBRID = {
+    "qwen3next_dense": {**LINEAR, "mlp_only_layers": [0, 1, 2, 3], "tie_word_embeddings": False},
+    "qwen3_5": {**LINEAR, "tie_word_embeddings": True},
+}
+"""Models with recurrent layers."""
+FAMILIES = {
+    "llama": "Llama",
+    "gemma3": "Gemma3",
+    "qwen3": "Qwen3",
+    "qwen3next_dense": "Qwen3Next",
+    "qwen3_5": "Qwen3_5",
+}
+"""Name, or start of a name, in TINY or HYBRID -> start of the names of transformers' classes."""
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -77,11 +99,11 @@ def save_tiny(name: str, folder: Path, seed: int = 0) -> torch.nn.Module:
     import transformers
 
     torch.manual_seed(seed)
-    family = FAMILIES[name.partition("_")[0]]
-    config_name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    family = FAMILIES.get(name) or FAMILIES[name.partition("_")[0]]
+    config_name = f"{family}{'Text' if family in ('Gemma3', 'Qwen3_5') else ''}Config"
     config_cls = getattr(transformers, config_name)
     model_cls = getattr(transformers, f"{family}ForCausalLM")
-    config = config_cls(**{**COMMON, **TINY[name]})
+    config = config_cls(**{**COMMON, **(TINY.get(name) or HYBRID[name])})
     config._attn_implementation = "eager"
     model = model_cls(config).float().eval()
     with torch.no_grad():

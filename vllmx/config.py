@@ -177,8 +177,9 @@ class CacheConfig:
     """Number of blocks, instead of what memory allows."""
     kv_cache_memory_bytes: Optional[int] = number(None, gt=0)
     """Bytes of the cache, instead of what memory allows. On a CPU None is 4 GiB at most."""
-    enable_prefix_caching: bool = True
-    """Share the blocks of equal prompt prefixes."""
+    enable_prefix_caching: Optional[bool] = None
+    """Share the blocks of equal prompt prefixes. None: yes, but for a model with recurrent layers
+    no; true makes their mamba_cache_mode align."""
     prefix_caching_hash_algo: str = choice(
         "sha256", "sha256", "sha256_cbor", "xxhash", "xxhash_cbor"
     )
@@ -190,8 +191,13 @@ class CacheConfig:
     mamba_ssm_cache_dtype: str = choice("auto", "auto", "float32", "float16", "bfloat16")
     """Dtype of the recurrent state."""
     mamba_cache_mode: str = choice("none", "none", "align", "all")
-    """Which recurrent states are kept for prefix caching."""
+    """Which recurrent states are kept for prefix caching: those at block ends that a hit may need
+    (align), each (all; no model does, they align), none without prefix caching."""
 
+    # Whether enable_prefix_caching was set by somebody; None until a VllmConfig has it.
+    prefix_caching_is_pinned = None
+    # Filled when the model is known, if it has recurrent layers.
+    mamba_page_size_padded = None
     # Filled at start-up, when the pool is sized.
     num_gpu_blocks = None
     kv_cache_size_tokens = None
@@ -384,6 +390,9 @@ class CompilationConfig:
     cudagraph_capture_sizes: Optional[List[int]] = None
     """Batch sizes to capture; others run in the next larger one. None: 1, 2, 4, then every 8, from
     256 on every 16, up to max_num_seqs or 512."""
+    cudagraph_capture: str = choice("eager", "eager", "lazy")
+    """When graphs are captured: all at the start, or each when a batch first needs it, which
+    starts sooner and makes that one step slow."""
 
 
 @dataclass
@@ -597,9 +606,9 @@ class ServerConfig:
 
 @dataclass
 class BenchConfig:
-    """`vllmx bench latency|throughput|overhead`."""
+    """`vllmx bench latency|throughput|overhead|side-by-side|startup`."""
 
-    kind: str = choice("latency", "latency", "throughput", "overhead")
+    kind: str = choice("latency", "latency", "throughput", "overhead", "side-by-side", "startup")
     """What is measured."""
     batch_size: int = number(8, ge=1)
     """Requests of a latency batch, or running requests of an overhead step."""
@@ -615,6 +624,18 @@ class BenchConfig:
     """Measured runs."""
     disable_detokenize: bool = False
     """Leave turning tokens into text out of the measurement."""
+    rows: List[str] = field(
+        default_factory=lambda: [
+            *("1x16+256", "8x16+256", "32x16+256", "128x16+256", "256x16+256"),
+            *("8x2048+1", "256x512+128"),
+        ]
+    )
+    """Batches of a side-by-side run, BATCHxINPUT+OUTPUT tokens."""
+    upstream_python: Optional[str] = None
+    """Interpreter that has upstream's vllm, for a side-by-side run."""
+    upstream_modes: List[str] = field(default_factory=lambda: ["in-process"])
+    """Ways in which upstream runs its engine, of in-process and multiprocessing; ours is compared
+    with the faster."""
     output_json: Optional[str] = None
     """File that takes the result; null prints it."""
 
@@ -809,6 +830,11 @@ class VllmConfig:
     structured_outputs_config = None
 
     def __post_init__(self) -> None:
+        cache = self.cache_config
+        if cache.prefix_caching_is_pinned is None:
+            cache.prefix_caching_is_pinned = cache.enable_prefix_caching is not None  # type: ignore[assignment]
+        if cache.enable_prefix_caching is None:
+            cache.enable_prefix_caching = True
         if self.kv_transfer_config is not None:
             self._adapt_to_kv_connector(self.kv_transfer_config)
         if self.scheduler_config.disable_hybrid_kv_cache_manager is None:

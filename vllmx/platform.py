@@ -107,3 +107,8 @@ def available_memory(device: str, root: Path = cgroup.ROOT) -> int:
     raise UserError(
         "This system does not say how much memory is free: set cache.kv_cache_memory_bytes."
     )
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """The environment of a process that is started from here, with some variables set anew."""
+    return {**os.environ, **variables}

@@ -19,8 +19,8 @@ ACCEPTED = {
     "parallel.tensor_parallel_size",
     "parallel.pipeline_parallel_size",
 }
-# Built in part: some of its values are refused, the others are read.
-IN_PART = {"compilation.cudagraph_mode"}
+# Built in part: some of its values are refused, the others are read; or filled in at start-up.
+IN_PART = {"compilation.cudagraph_mode", "cache.mamba_block_size"}
 # Read by what a user brings: a connector gets its node whole; the worker of vllmx refuses adapters
 # and drafts by name.
 BROUGHT = {

@@ -172,6 +172,12 @@ def test_providers_that_depend_on_the_batch_are_refused(tmp_path: Path) -> None:
         engine(tmp_path, ir_op_priority={"rms_norm": ["cpu"]})
 
 
+def test_recurrent_layers_are_refused_as_their_chunks_depend_on_the_schedule(tmp_path) -> None:
+    save_tiny("qwen3_5", tmp_path)
+    with pytest.raises(UserError, match=r"op \w+: no provider takes it on cpu: .*other rows"):
+        engine(tmp_path)
+
+
 # ---------------------------------------------------------------- a GPU's kernels
 
 

@@ -187,7 +187,7 @@ def test_zeroed_blocks_are_clean_and_others_untouched(cache_dtype):
     group = KVCacheGroupSpec(["a"], made.spec)
     init_kv_cache(KVCacheConfig(BLOCKS, [KVCacheTensor(size, ["a"])], [group]), named(made), "cpu")
     made.kv_cache.fill_(float("nan"))
-    zero_blocks([made], [1, 3])
+    zero_blocks([made], [1, 3], "cpu")
     values = made.kv_cache.float()
     assert (values[[1, 3]] == 0).all()
     assert values[[0, 2, 4, 5]].isnan().all()

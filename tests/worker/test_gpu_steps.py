@@ -5,34 +5,13 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB, build_engine, save_tiny
+from gpu_helpers import on_a_gpu, runner_of
 
 from vllmx import LLM, SamplingParams
 from vllmx.config import CompilationConfig, VllmConfig
 from vllmx.exceptions import UserError
-from vllmx.worker import cudagraph_utils, gpu_steps
 from vllmx.worker.buffer_utils import PackedBuffer, StagedWriteTensor
 from vllmx.worker.cudagraph_utils import CudaGraphManager, capture_sizes, resolve_cudagraph_mode
-
-
-class Event:
-    """Everything has happened by the time it is asked for."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class ReplayedStep:
-    """A graph that runs its step again."""
-
-    def __init__(self, manager: cudagraph_utils.ModelCudaGraphManager, size: int) -> None:
-        self.manager, self.size = manager, size
-        self.replays = 0
-
-    def replay(self) -> None:
-        self.replays += 1
-        with torch.inference_mode():
-            self.manager.hidden_states[self.size] = self.manager.decode_step(self.size)
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gemma3"])
@@ -40,24 +19,6 @@ def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny") / request.param
     save_tiny(request.param, path)
     return path
-
-
-def runner_of(llm: LLM):
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner
-
-
-def on_a_gpu(monkeypatch, folder, sizes: list[int], **kwargs) -> LLM:
-    """An engine whose runner takes the GPU's way, with a 'graph' for each of `sizes`."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    # It reads its lengths when it runs, as a kernel does.
-    llm = build_engine(folder, attention_backend="torch", **kwargs)
-    runner = runner_of(llm)
-    runner.gpu_steps = steps = gpu_steps.GPUSteps(runner)
-    manager = steps.cudagraph_manager
-    manager.sizes = sizes
-    manager.graphs = {size: ReplayedStep(manager, size) for size in sizes}
-    return llm
 
 
 def prompts() -> list[dict]:

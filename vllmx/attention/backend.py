@@ -22,6 +22,10 @@ class CommonAttentionMetadata:
     query_start_loc: int32 [num_reqs + 1]; seq_lens: int32 [num_reqs], cached plus new tokens;
     block_table_tensor: int32 [num_reqs, max_blocks]; slot_mapping: int64 [num_actual_tokens].
     The `_np` fields hold the same numbers on the host. Requests with one new token come first.
+
+    A group of recurrent states has one block of each request in its table, int32 [num_reqs, 1],
+    and no slots. has_initial_state: bool [num_reqs], which requests have computed tokens; None
+    where the device has not worked it out.
     """
 
     query_start_loc: Tensor
@@ -34,6 +38,7 @@ class CommonAttentionMetadata:
     max_seq_len: int
     block_table_tensor: Tensor
     slot_mapping: Tensor
+    has_initial_state: Tensor | None = None
 
 
 class AttentionMetadataBuilder(ABC):

@@ -9,9 +9,10 @@ import inspect
 import pkgutil
 
 from vllmx.attention import backends
-from vllmx.attention.backend import AttentionBackend
+from vllmx.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from vllmx.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllmx.attention.batch_invariant import VARIANTS
-from vllmx.exceptions import UserError
+from vllmx.exceptions import UnsupportedError, UserError
 from vllmx.ir.op import IrOpImpl
 from vllmx.ir.ops.attention import paged_attention
 
@@ -48,3 +49,19 @@ def get_attn_backend(impl: IrOpImpl, batch_invariant: bool = False) -> type[Atte
             f"attention backend {impl.provider!r} is unknown; choose one of {', '.join(known)}."
         )
     return VARIANTS[impl.provider][0] if batch_invariant else known[impl.provider]
+
+
+MAMBA_BUILDERS: dict[str, type[AttentionMetadataBuilder]] = {
+    "gdn_attention": GDNAttentionMetadataBuilder
+}
+"""Builder of the metadata that recurrent layers read, by their mamba_type."""
+
+
+def get_mamba_builder_cls(mamba_type: str) -> type[AttentionMetadataBuilder]:
+    """The class that builds the metadata of recurrent layers of `mamba_type`."""
+    if mamba_type not in MAMBA_BUILDERS:
+        raise UnsupportedError(
+            f"recurrent layers of type {mamba_type!r} have no metadata builder; there is one for "
+            f"{', '.join(MAMBA_BUILDERS)}."
+        )
+    return MAMBA_BUILDERS[mamba_type]

@@ -177,7 +177,7 @@ class Scheduler(
             kv_cache_config=self.kv_cache_config,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=self.scheduler_config.max_num_batched_tokens,
-            enable_caching=self.cache_config.enable_prefix_caching,
+            enable_caching=bool(self.cache_config.enable_prefix_caching),
             use_eagle=self.use_eagle,
             log_stats=self.log_stats,
             scheduler_block_size=self.block_size,

@@ -36,6 +36,8 @@ static inline float fast_exp(float x) {
   return x < -87.0f ? 0.0f : (x > 88.0f ? INFINITY : p * scale);
 }
 
+#define SUM_BLOCK 256
+
 // residual, weight: may be null. The residual becomes x + residual.
 void native_rms_norm(const float *x, int64_t x_stride, float *residual, int64_t residual_stride,
                      const float *weight, float *out, int64_t rows, int64_t hidden,
@@ -44,16 +46,22 @@ void native_rms_norm(const float *x, int64_t x_stride, float *residual, int64_t 
   for (int64_t row = 0; row < rows; row++) {
     const float *in = x + row * x_stride;
     float *to = out + row * hidden;
-    float squares = 0;
+    double squares = 0;
     if (residual) {
       float *sum = residual + row * residual_stride;
 #pragma omp simd
       for (int64_t i = 0; i < hidden; i++) sum[i] += in[i];
       in = sum;
     }
-#pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < hidden; i++) squares += in[i] * in[i];
-    const float scale = 1.0f / sqrtf(squares / (float)hidden + epsilon);
+    // One rounding of the scale moves the whole row: wide sums of short narrow ones.
+    for (int64_t start = 0; start < hidden; start += SUM_BLOCK) {
+      const int64_t end = start + SUM_BLOCK < hidden ? start + SUM_BLOCK : hidden;
+      float part = 0;
+#pragma omp simd reduction(+ : part)
+      for (int64_t i = start; i < end; i++) part += in[i] * in[i];
+      squares += part;
+    }
+    const float scale = (float)(1.0 / sqrt(squares / (double)hidden + (double)epsilon));
     if (weight) {
 #pragma omp simd
       for (int64_t i = 0; i < hidden; i++) to[i] = in[i] * scale * weight[i];

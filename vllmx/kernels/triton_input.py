@@ -85,6 +85,30 @@ if SUPPORTED is True:
             tl.store(out_row + i, blocks, mask=inside)
 
     @triton.jit
+    def _prepare_states_kernel(
+        rows_ptr,
+        query_start_ptr,
+        seq_lens_ptr,
+        num_reqs,
+        table_ptr,
+        table_stride,
+        block_size,
+        blocks_ptr,
+        has_state_ptr,
+        BLOCK: tl.constexpr,
+    ):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        inside = i < num_reqs
+        seq_lens = tl.load(seq_lens_ptr + i, mask=inside, other=0)
+        starts = tl.load(query_start_ptr + i, mask=inside, other=0)
+        ends = tl.load(query_start_ptr + i + 1, mask=inside, other=0)
+        real = seq_lens > 0
+        rows = tl.load(rows_ptr + i, mask=inside, other=0).to(tl.int64)
+        places = table_ptr + rows * table_stride + (seq_lens - 1) // block_size
+        tl.store(blocks_ptr + i, tl.load(places, mask=real, other=0), mask=inside)
+        tl.store(has_state_ptr + i, seq_lens > ends - starts, mask=inside)
+
+    @triton.jit
     def _argmax_kernel(
         logits_ptr, logits_stride, columns, best_ptr, place_ptr, COLUMNS: tl.constexpr
     ):
@@ -236,6 +260,36 @@ def prepare_inputs(
             WITH_TOKENS=group == 0,
             BLOCK=256,
         )
+
+
+def prepare_states(
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    table: Tensor,
+    block_size: int,
+    blocks: Tensor,
+    has_initial_state: Tensor,
+) -> None:
+    """Find the recurrent states of the requests in `rows`, int32 [num_reqs], in one group.
+
+    table: int32 [max_num_reqs, max blocks] of `block_size` tokens. Written: `blocks`, int32
+    [num_reqs, 1], the block of the last token, 0 for padding; `has_initial_state`, bool [num_reqs],
+    whether tokens are computed. The rest is as in `prepare_inputs`.
+    """
+    count = len(rows)
+    _prepare_states_kernel[(triton.cdiv(count, BLOCK),)](
+        rows,
+        query_start_loc,
+        seq_lens,
+        count,
+        table,
+        table.stride(0),
+        block_size,
+        blocks,
+        has_initial_state,
+        BLOCK=BLOCK,
+    )
 
 
 def sample_greedy(

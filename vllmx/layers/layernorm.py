@@ -51,3 +51,31 @@ class GemmaRMSNorm(RMSNorm):
     def finish_loading(self) -> None:
         """Keep 1 + weight in float32: that is what every call multiplies with."""
         self.set_weight(self.take_float("weight") + 1.0)
+
+
+class RMSNormGated(WeightHolder, nn.Module):
+    """RMSNorm, then a gate: norm(x) * weight * activation(z), "silu" or "sigmoid"."""
+
+    def __init__(
+        self, hidden_size: int, eps: float, ops: OpTable, activation: str = "silu"
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.activation = activation
+        self.ops = ops
+        self._norm = ops.choose("rms_norm_gated", hidden_size=hidden_size)
+        self._rms_norm_gated = self._norm.fn
+
+    def expected_weights(self) -> dict[tuple[str, str | None], tuple[int, ...]]:
+        """The one weight, [hidden_size]."""
+        return {("weight", None): (self.hidden_size,)}
+
+    def finish_loading(self) -> None:
+        """Bring the weight to the activation dtype and the device."""
+        self.weight = self.take_float("weight").to(self.ops.device, self.ops.dtype)
+        self._norm_weight = self._norm.prepared(self.weight)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """x, z: [..., hidden_size] -> x's shape."""
+        return self._rms_norm_gated(x, self._norm_weight, z, self.eps, self.activation)

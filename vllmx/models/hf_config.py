@@ -50,11 +50,24 @@ QWEN_DEFAULTS = LLAMA_DEFAULTS | {
     "sliding_window": None,
     "max_window_layers": 28,
 }
+QWEN3_NEXT_DEFAULTS = LLAMA_DEFAULTS | {
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA_DEFAULTS,
     "mistral": LLAMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
     "qwen2": QWEN_DEFAULTS,
     "qwen3": QWEN_DEFAULTS | {"head_dim": 128},
+    "qwen3_next": QWEN3_NEXT_DEFAULTS,
+    "qwen3_5_text": QWEN3_NEXT_DEFAULTS,
     "gemma3_text": GEMMA3_DEFAULTS,
 }
 """What transformers assumes, by model_type, for keys that a config.json may leave out."""
@@ -185,6 +198,9 @@ def _layer_types(config: HFConfig, layers: int) -> list[str]:
     if values.get("model_type") == "gemma3_text":
         period = values.get("_sliding_window_pattern") or values["sliding_window_pattern"]
         return [full if (i + 1) % period == 0 else sliding for i in range(layers)]
+    if "full_attention_interval" in values:
+        period = config.read("full_attention_interval", int)
+        return [full if (i + 1) % period == 0 else "linear_attention" for i in range(layers)]
     if values.get("sliding_window") is None:
         return [full] * layers
     if "use_sliding_window" in values:  # Qwen: the first layers stay full

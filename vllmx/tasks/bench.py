@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # upstream: vllm/benchmarks/latency.py, vllm/benchmarks/throughput.py @ v0.25.0
-"""`vllmx bench latency|throughput|overhead`: one JSON object with upstream's keys on stdout."""
+"""`vllmx bench latency|throughput|...`: one JSON object, with upstream's keys, on stdout."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def run(config: RunConfig, started: float) -> int:
         from vllmx.tasks.bench_overhead import measure_overhead
 
         results = measure_overhead(config)
+    elif config.bench.kind == "side-by-side":
+        from vllmx.tasks.bench_side_by_side import measure_side_by_side
+
+        results = measure_side_by_side(config)
+    elif config.bench.kind == "startup":
+        from vllmx.tasks.bench_startup import measure_startup
+
+        results = measure_startup(config)
     elif config.bench.kind == "latency":
         results = measure_latency(config)
     else:

@@ -5,33 +5,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllmx.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
-from vllmx.core.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllmx.attention.selector import get_mamba_builder_cls
+from vllmx.core.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MambaSpec,
+)
 from vllmx.exceptions import UnsupportedError
 from vllmx.layers.attention import Attention
+from vllmx.layers.mamba_base import MambaBase
+from vllmx.platform import torch_dtype
 from vllmx.worker.input_batch import InputBatch
+
+CacheLayer = Attention | MambaBase
+"""A layer with a part of the cache."""
 
 
 def init_kv_cache(
-    kv_cache_config: KVCacheConfig, layers: dict[str, Attention], device: str
-) -> None:
+    kv_cache_config: KVCacheConfig, layers: Mapping[str, CacheLayer], device: str
+) -> dict[str, Tensor]:
     """Allocate the cache and give each layer its view.
 
     Layers of several groups may share an allocation, and where blocks are packed all layers do. A
-    layer that shares another's cache gets the other's view.
+    layer that shares another's cache gets the other's view. Returns the pages of each recurrent
+    layer, uint8 [num_blocks, bytes of its states].
     """
-    block_sizes = {
-        name: group.kv_cache_spec.block_size
+    specs = {
+        name: group.kv_cache_spec
         for group in kv_cache_config.kv_cache_groups
         for name in group.layer_names
     }
+    pages: dict[str, Tensor] = {}
     packed: Tensor | None = None
     for kv_cache_tensor in kv_cache_config.kv_cache_tensors:
         if kv_cache_tensor.block_stride:
@@ -39,15 +53,44 @@ def init_kv_cache(
         else:
             raw = _zeros(kv_cache_tensor.size, device)
         for name in kv_cache_tensor.shared_by:
-            shape = layers[name].backend.get_kv_cache_shape(
-                kv_cache_config.num_blocks,
-                block_sizes[name],
-                layers[name].num_kv_heads,
-                layers[name].head_size,
+            layer, spec = layers[name], specs[name]
+            if isinstance(layer, MambaBase):
+                assert isinstance(spec, MambaSpec) and not kv_cache_tensor.block_stride
+                whole = raw.view(kv_cache_config.num_blocks, -1)
+                layer.bind_kv_cache(_states_of_pages(whole, spec))
+                used = replace(spec, page_size_padded=None).page_size_bytes
+                pages[name] = whole[:, :used]
+                continue
+            shape = layer.backend.get_kv_cache_shape(
+                kv_cache_config.num_blocks, spec.block_size, layer.num_kv_heads, layer.head_size
             )
-            layers[name].bind_kv_cache(_view_of_layer(raw, kv_cache_tensor, shape, layers[name]))
+            layer.bind_kv_cache(_view_of_layer(raw, kv_cache_tensor, shape, layer))
     for name, target in shared_kv_cache_layers(layers).items():
-        layers[name].bind_kv_cache(layers[target].kv_cache)
+        layers[name].bind_kv_cache(layers[target].kv_cache)  # type: ignore[arg-type]
+    return pages
+
+
+def state_groups(groups: list[KVCacheGroupSpec]) -> frozenset[int]:
+    """Which groups hold recurrent states."""
+    return frozenset(i for i, g in enumerate(groups) if isinstance(g.kv_cache_spec, MambaSpec))
+
+
+def _states_of_pages(pages: Tensor, spec: MambaSpec) -> tuple[Tensor, ...]:
+    """The states in `pages`, uint8 [num_blocks, page]: a tensor [num_blocks, *shape] each, which
+    lie one after another in a page."""
+    num_blocks, page = pages.shape
+    states = []
+    offset = 0
+    for shape, name in zip(spec.shapes, spec.dtypes, strict=True):
+        dtype = torch_dtype(name)
+        assert page % dtype.itemsize == offset % dtype.itemsize == 0, (
+            f"states {spec.shapes} of {spec.dtypes} do not lie at whole elements of a page"
+        )
+        stride = (page // dtype.itemsize, *torch.empty(shape, device="meta").stride())
+        typed = pages.view(-1).view(dtype)
+        states.append(typed.as_strided((num_blocks, *shape), stride, offset // dtype.itemsize))
+        offset += math.prod(shape) * dtype.itemsize
+    return tuple(states)
 
 
 def _view_of_layer(
@@ -70,28 +113,35 @@ def _view_of_layer(
     return typed.as_strided(shape, (stride // itemsize, *inside), offset // itemsize)
 
 
-def zero_blocks(layers: Iterable[Attention], block_ids: list[int]) -> None:
+def zero_blocks(layers: Iterable[Attention], block_ids: list[int], device: str) -> None:
     """Clear blocks that held recurrent states, whose bits may read as NaN. Backends never look at
     what was not written, but a kernel that loads whole blocks multiplies it by a mask of zeros."""
-    index = torch.tensor(block_ids)
+    index = torch.tensor(block_ids, pin_memory=device != "cpu").to(device, non_blocking=True)
     for layer in layers:
-        layer.kv_cache[index.to(layer.kv_cache.device)] = 0
+        layer.kv_cache[index] = 0
 
 
-def shared_kv_cache_layers(layers: dict[str, Attention]) -> dict[str, str]:
+def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:
+    """The layers of a model that have a part of the cache by name, in order."""
+    return {m.layer_name: m for m in model.modules() if isinstance(m, CacheLayer)}
+
+
+def shared_kv_cache_layers(layers: Mapping[str, CacheLayer]) -> dict[str, str]:
     """Layers without a cache of their own -> the earlier layer whose cache they read."""
     shared: dict[str, str] = {}
-    seen: set[str] = set()
+    seen: dict[str, Attention] = {}
     for name, layer in layers.items():
+        if isinstance(layer, MambaBase):
+            continue
         target = layer.kv_sharing_target_layer_name
         if target is None:
-            seen.add(name)
+            seen[name] = layer
             continue
         assert target in seen, (
             f"layer {name} shares the KV cache of {target}, which is no earlier layer with a cache"
         )
         mine = (layer.num_kv_heads, layer.head_size, layer.sliding_window)
-        other = layers[target]
+        other = seen[target]
         assert mine == (other.num_kv_heads, other.head_size, other.sliding_window), (
             f"layer {name} shares the KV cache of {target}, which is of another kind"
         )
@@ -125,13 +175,13 @@ class AttnMetadataBuilders:
     """For each KV cache group, the builders of the backends its layers use."""
 
     def __init__(
-        self, kv_cache_config: KVCacheConfig, layers: dict[str, Attention], device: str
+        self, kv_cache_config: KVCacheConfig, layers: Mapping[str, CacheLayer], device: str
     ) -> None:
         self.groups: list[list[tuple[AttentionMetadataBuilder, list[str]]]] = []
         for group in kv_cache_config.kv_cache_groups:
             by_backend: dict[Callable[..., Any], list[str]] = {}
             for name in group.layer_names:
-                by_backend.setdefault(layers[name].backend.get_builder_cls(), []).append(name)
+                by_backend.setdefault(_builder_cls(layers[name]), []).append(name)
             self.groups.append(
                 [
                     (builder(group.kv_cache_spec.block_size, torch.device(device)), names)
@@ -156,7 +206,14 @@ class AttnMetadataBuilders:
                 max_seq_len=int(batch.seq_lens_np.max()),
                 block_table_tensor=table,
                 slot_mapping=slots,
+                has_initial_state=batch.has_initial_state,
             )
             for builder, names in builders:
                 metadata.update(dict.fromkeys(names, builder.build(common)))
         return metadata
+
+
+def _builder_cls(layer: CacheLayer) -> type[AttentionMetadataBuilder]:
+    if isinstance(layer, MambaBase):
+        return get_mamba_builder_cls(layer.mamba_type)
+    return layer.backend.get_builder_cls()

@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,7 @@ class CudaGraphManager:
 
     def __init__(self, vllm_config: VllmConfig, cudagraph_mode: str) -> None:
         self.cudagraph_mode = cudagraph_mode
+        self.lazy = vllm_config.compilation_config.cudagraph_capture == "lazy"
         self.sizes: list[int] = []
         if cudagraph_mode != "NONE":
             self.sizes = capture_sizes(
@@ -77,8 +79,8 @@ class CudaGraphManager:
             )
 
     def needs_capture(self) -> bool:
-        """Whether there is any size to capture."""
-        return bool(self.sizes)
+        """Whether there is any size to capture at the start."""
+        return bool(self.sizes) and not self.lazy
 
     def dispatch(self, num_reqs: int, num_tokens: int) -> BatchExecutionDescriptor | None:
         """The graph for a batch; None where it runs without: it has prefills, or is too large."""
@@ -107,6 +109,8 @@ class ModelCudaGraphManager(CudaGraphManager):
         self.decode_step = decode_step
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.hidden_states: dict[int, Tensor] = {}
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
 
     def capture(self) -> int:
         """Capture every size, the largest first, and return the bytes that the graphs take."""
@@ -126,13 +130,14 @@ class ModelCudaGraphManager(CudaGraphManager):
         first, *further = self._capture(list(reversed(self.sizes))[:PROFILED_GRAPHS])
         self.graphs.clear()
         self.hidden_states.clear()
+        self._pool = None
         each = -(-sum(further) // len(further)) if further else 0
         return max(first, 0) + max(each, 0) * (len(self.sizes) - 1)
 
     def _capture(self, sizes: list[int]) -> list[int]:
         """Capture `sizes`, the largest first; the bytes of the device that each took."""
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()
+        if self._pool is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         taken = []
         for size in sizes:
             # Once without a graph: kernels are compiled and loaded, libraries make their handles.
@@ -142,8 +147,8 @@ class ModelCudaGraphManager(CudaGraphManager):
             before = torch.cuda.mem_get_info()[0]
             graph = torch.cuda.CUDAGraph()
             # Not torch.cuda.graph: that collects garbage and empties the caches each time.
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=pool)
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool)
                 try:
                     self.hidden_states[size] = self.decode_step(size)
                 finally:
@@ -152,6 +157,17 @@ class ModelCudaGraphManager(CudaGraphManager):
             torch.cuda.synchronize()
             taken.append(before - torch.cuda.mem_get_info()[0])
         return taken
+
+    def dispatch(self, num_reqs: int, num_tokens: int) -> BatchExecutionDescriptor | None:
+        """As the class above; a graph that is not there yet is captured now, before the batch's
+        own inputs are sent."""
+        desc = super().dispatch(num_reqs, num_tokens)
+        if self.lazy and desc is not None and desc.num_reqs not in self.graphs:
+            start = time.perf_counter()
+            self._capture([desc.num_reqs])
+            seconds = time.perf_counter() - start
+            logger.info("captured the CUDA graph of %d requests in %.2f s", desc.num_reqs, seconds)
+        return desc
 
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> Tensor:
         """Replay the graph; its hidden states [desc.num_reqs, H] stay until the next replay."""

@@ -21,6 +21,7 @@ from vllmx.core.output import ModelRunnerOutput, SchedulerOutput
 from vllmx.forward_context import ForwardContext, set_forward_context
 from vllmx.ir.op import REFERENCE
 from vllmx.layers.attention import attention_layers
+from vllmx.layers.mamba_base import mamba_layers
 from vllmx.worker.buffer_utils import PackedBuffer
 from vllmx.worker.cudagraph_utils import ModelCudaGraphManager, resolve_cudagraph_mode
 from vllmx.worker.input_batch import HostBatch, InputBatch, gather_on_host
@@ -71,7 +72,7 @@ class GPUSteps:
     @torch.inference_mode()
     def profile_cudagraph_memory(self) -> int:
         """Bytes that the graphs will take, by a few that are captured and dropped again."""
-        if not self.cudagraph_manager.needs_capture():
+        if not self.cudagraph_manager.sizes:
             return 0
         return self.cudagraph_manager.profile_memory()
 
@@ -83,14 +84,19 @@ class GPUSteps:
         host = gather_on_host(scheduler_output, runner.req_states)
         num_reqs = len(host.req_ids)
         batch = buffers.batch(host)
+        states = runner.model_state
         desc = None
-        if len(host.sample_reqs) == num_reqs:
+        if len(host.sample_reqs) == num_reqs and (states is None or not states.has_fresh(host)):
             desc = self.cudagraph_manager.dispatch(num_reqs, host.num_tokens)
         self.sampled_in_graph = desc is not None
         if desc is not None:
             buffers.send(host, padded_to=desc.num_reqs)
+            if states is not None:
+                states.preprocess_state(host)
             return batch, self.cudagraph_manager.run_fullgraph(desc)[:num_reqs]
         buffers.send(host)
+        if states is not None:
+            states.preprocess_state(host)
         buffers.prepare(num_reqs)
         metadata = runner.attn_builders.build(batch, *buffers.attention_inputs(host))
         return batch, runner.forward(batch, metadata, scheduler_output)
@@ -184,6 +190,9 @@ def graph_refusal(runner: GPUModelRunner) -> str | None:
     for backend in backends:
         if not backend.supports_cudagraph():
             return f"attention.backend={backend.name} asks the device for its lengths"
+    for name, layer in mamba_layers(runner.model).items():
+        if not layer.supports_cudagraph:
+            return f"layer {name} asks the device for its states"
     choice = runner.ops.choices.get("reshape_and_cache")
     if choice is not None and choice.provider == REFERENCE:
         return f"op reshape_and_cache: provider {REFERENCE} asks the device for its padding"

@@ -22,7 +22,8 @@ class InputBatch:
     input_ids: int32 [num_tokens]; positions: int64 [num_tokens]; query_start_loc: int32
     [num_reqs + 1]; seq_lens: int32 [num_reqs]. sample_reqs: the requests whose last known token is
     in this step, which therefore get a new one; logits_indices: that token's place in the batch.
-    token_rows and positions_np are None on a GPU, which works them out itself.
+    token_rows and positions_np are None on a GPU, which works them out itself; there it also says
+    has_initial_state, bool [num_reqs], for recurrent layers: whether tokens are computed already.
     """
 
     req_ids: list[str]
@@ -41,6 +42,7 @@ class InputBatch:
     seq_lens_np: np.ndarray
     sample_reqs: np.ndarray
     logits_indices: Tensor
+    has_initial_state: Tensor | None = None
 
 
 @dataclass(slots=True)

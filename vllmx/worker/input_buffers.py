@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from vllmx.core.output import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllmx.kernels.triton_input import apply_writes, commit_tokens, prepare_inputs, sample_greedy
+from vllmx.kernels.triton_input import (
+    apply_writes,
+    commit_tokens,
+    prepare_inputs,
+    prepare_states,
+    sample_greedy,
+)
 from vllmx.worker.block_table import BlockTables
 from vllmx.worker.buffer_utils import PackedBuffer, StagedWriteTensor
 from vllmx.worker.input_batch import HostBatch, InputBatch
@@ -53,11 +59,30 @@ class InputBuffers:
         self.seq_lens, self.sample_reqs, self.logits_indices = parts[3:]
         self.input_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self.positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
-        self.block_tables = [torch.zeros_like(table.gpu) for table in block_tables.tables]
+        tables = [table.gpu for table in block_tables.tables]
+        self.block_tables = [torch.zeros_like(table) for table in tables]
         self.slot_mappings = [
-            torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
-            for _ in block_tables.tables
+            torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device) for _ in tables
         ]
+        recurrent = sorted(block_tables.state_groups)
+        # The first of these groups also tells the tokens and their positions.
+        paged = [g for g in range(len(tables)) if g not in recurrent] or [0]
+        self._paged = (
+            [tables[g] for g in paged],
+            [block_tables.block_sizes[g] for g in paged],
+            self.input_ids,
+            self.positions,
+            [self.block_tables[g] for g in paged],
+            [self.slot_mappings[g] for g in paged],
+        )
+        # Groups of recurrent layers: the one block of each request, and whether it has states.
+        self.has_initial_state: Tensor | None = None
+        if recurrent:
+            self.has_initial_state = torch.zeros(n, dtype=torch.bool, device=device)
+        self._states = []
+        for g in recurrent:
+            self.block_tables[g] = torch.zeros((n, 1), dtype=torch.int32, device=device)
+            self._states.append((tables[g], block_tables.block_sizes[g], self.block_tables[g]))
         # The device writes to the host's memory: there is nothing to launch for it.
         self.sampled = torch.zeros(
             (PackedBuffer.DEPTH, n), dtype=torch.int32, pin_memory=device != "cpu"
@@ -111,18 +136,15 @@ class InputBuffers:
 
     def prepare(self, num_reqs: int) -> None:
         """Work the inputs of the first `num_reqs` requests of the packet out, on the device."""
+        rows = self.rows[:num_reqs]
         prepare_inputs(
-            self.rows[:num_reqs],
-            self.query_start_loc,
-            self.seq_lens,
-            self.states.all_token_ids.gpu,
-            [table.gpu for table in self.tables.tables],
-            self.tables.block_sizes,
-            self.input_ids,
-            self.positions,
-            self.block_tables,
-            self.slot_mappings,
+            rows, self.query_start_loc, self.seq_lens, self.states.all_token_ids.gpu, *self._paged
         )
+        for table in self._states:
+            assert self.has_initial_state is not None
+            prepare_states(
+                rows, self.query_start_loc, self.seq_lens, *table, self.has_initial_state
+            )
 
     def batch(self, host: HostBatch) -> InputBatch:
         """`host` with its tensors; they hold its numbers once `send` and `prepare` have run."""
@@ -144,6 +166,9 @@ class InputBuffers:
             seq_lens_np=host.seq_lens_np,
             sample_reqs=host.sample_reqs,
             logits_indices=self.logits_indices[:m],
+            has_initial_state=(
+                None if self.has_initial_state is None else self.has_initial_state[:n]
+            ),
         )
 
     def attention_inputs(self, host: HostBatch) -> tuple[list[Tensor], list[Tensor]]:

@@ -24,21 +24,26 @@ from vllmx.core.output import (
 )
 from vllmx.forward_context import ForwardContext, set_forward_context
 from vllmx.ir.select import OpTable
-from vllmx.layers.attention import attention_layers
+from vllmx.layers.attention import Attention, attention_layers
+from vllmx.layers.mamba_base import MambaBase, mamba_layers
 from vllmx.model_loader.loader import load_model
 from vllmx.sample.prompt_logprob import PromptLogprobsWorker
 from vllmx.sample.sampler import Sampler
 from vllmx.worker.attn_utils import (
     AttnMetadataBuilders,
     add_kv_sharing_layers_to_kv_cache_groups,
+    cache_layers,
     init_kv_cache,
     shared_kv_cache_layers,
+    state_groups,
     zero_blocks,
 )
-from vllmx.worker.block_table import BlockTables
+from vllmx.worker.block_table import BlockTables, HybridBlockTables
 from vllmx.worker.gpu_steps import GPUSteps
 from vllmx.worker.input_batch import InputBatch, make_input_batch
 from vllmx.worker.kv_connector import ActiveKVConnector
+from vllmx.worker.mamba_config import verify_and_update_config
+from vllmx.worker.model_states import MambaHybridModelState
 from vllmx.worker.states import RequestState
 
 
@@ -53,35 +58,42 @@ class GPUModelRunner:
         self.execute_model_state: tuple[InputBatch, Tensor] | None = None
         self.gpu_steps: GPUSteps | None = None
         self.kv_connector: ActiveKVConnector | None = None
+        self.model_state: MambaHybridModelState | None = None
         # Requests whose end a KV connector is to hear of after the step that runs.
         self._finished_req_ids: set[str] = set()
 
     def load_model(self) -> None:
         """Build the model and pack its weights."""
         self.model = load_model(self.vllm_config, self.ops)
+        states = mamba_layers(self.model)
+        if states:
+            verify_and_update_config(self.vllm_config, attention_layers(self.model), states)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """What each attention layer keeps, by layer name."""
-        layers = attention_layers(self.model)
+        """What each layer with a part of the cache keeps, by layer name."""
         return {
             name: layer.get_kv_cache_spec(self.vllm_config)
-            for name, layer in layers.items()
-            if layer.kv_sharing_target_layer_name is None
+            for name, layer in cache_layers(self.model).items()
+            if isinstance(layer, MambaBase) or layer.kv_sharing_target_layer_name is None
         }
 
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, is_profiling: bool = False
     ) -> None:
         """Allocate the cache; max_model_len is final by now, unless it is to be profiled."""
-        layers = attention_layers(self.model)
+        layers = cache_layers(self.model)
+        self.attn_layers = [layer for layer in layers.values() if isinstance(layer, Attention)]
         shared = shared_kv_cache_layers(layers)
-        init_kv_cache(kv_cache_config, layers, self.device)
+        pages = init_kv_cache(kv_cache_config, layers, self.device)
         kv_cache_config = copy.deepcopy(kv_cache_config)
-        add_kv_sharing_layers_to_kv_cache_groups(shared, kv_cache_config.kv_cache_groups)
+        groups = kv_cache_config.kv_cache_groups
+        add_kv_sharing_layers_to_kv_cache_groups(shared, groups)
         self.attn_builders = AttnMetadataBuilders(kv_cache_config, layers, self.device)
         if self.vllm_config.kv_transfer_config is not None and not is_profiling:
-            self.kv_connector = ActiveKVConnector(self.vllm_config, kv_cache_config, layers)
-        self.block_sizes = [g.kv_cache_spec.block_size for g in kv_cache_config.kv_cache_groups]
+            self.kv_connector = ActiveKVConnector(
+                self.vllm_config, kv_cache_config, attention_layers(self.model)
+            )
+        self.block_sizes = [group.kv_cache_spec.block_size for group in groups]
         model_config = self.vllm_config.model_config
         max_num_reqs = self.vllm_config.scheduler_config.max_num_seqs
         max_model_len = model_config.max_model_len
@@ -89,7 +101,13 @@ class GPUModelRunner:
         self.req_states = RequestState(
             max_num_reqs, max_model_len, model_config.get_vocab_size(), self.device
         )
-        self.block_tables = BlockTables(self.block_sizes, max_num_reqs, max_model_len, self.device)
+        sizes = (self.block_sizes, max_num_reqs, max_model_len, self.device)
+        self.block_tables: BlockTables
+        if kv_cache_config.has_mamba_layers:
+            self.block_tables = tables = HybridBlockTables(*sizes, state_groups(groups))
+            self.model_state = MambaHybridModelState(kv_cache_config, pages, tables, self.device)
+        else:
+            self.block_tables = BlockTables(*sizes)
         self.forget_requests()
         if self.device != "cpu":
             self.gpu_steps = GPUSteps(self)
@@ -98,7 +116,8 @@ class GPUModelRunner:
         """Let go of the cache, of the tables, and of graphs that read them."""
         self.execute_model_state = None
         self.gpu_steps = None
-        for layer in attention_layers(self.model).values():
+        self.model_state = None
+        for layer in cache_layers(self.model).values():
             layer.release_kv_cache()
         del self.attn_builders, self.req_states, self.block_tables
         del self.sampler, self.prompt_logprobs_worker
@@ -138,13 +157,13 @@ class GPUModelRunner:
                 return self.kv_connector.no_forward(scheduler_output)
             return EMPTY_MODEL_RUNNER_OUTPUT
         if scheduler_output.new_block_ids_to_zero:
-            zero_blocks(
-                attention_layers(self.model).values(), scheduler_output.new_block_ids_to_zero
-            )
+            zero_blocks(self.attn_layers, scheduler_output.new_block_ids_to_zero, self.device)
         if self.gpu_steps is not None:
             self.execute_model_state = self.gpu_steps.execute(scheduler_output)
             return None
         batch = make_input_batch(scheduler_output, self.req_states)
+        if self.model_state is not None:
+            self.model_state.preprocess_state(batch)
         hidden_states = self.forward(batch, self.prepare_attn(batch), scheduler_output)
         self.execute_model_state = (batch, hidden_states)
         return None
@@ -235,11 +254,8 @@ class GPUModelRunner:
 
     def prepare_attn(self, batch: InputBatch) -> dict[str, Any]:
         """Attention metadata of each layer for this batch, on a CPU."""
-        assert batch.token_rows is not None and batch.positions_np is not None
-        tables = self.block_tables.gather_block_tables(
-            batch.idx_mapping, int(batch.seq_lens_np.max())
-        )
-        slots = self.block_tables.compute_slot_mappings(batch.token_rows, batch.positions_np)
+        tables = self.block_tables.gather_block_tables(batch)
+        slots = self.block_tables.compute_slot_mappings(batch)
         return self.attn_builders.build(batch, tables, slots)
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:

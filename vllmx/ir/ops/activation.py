@@ -28,8 +28,15 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     return F.gelu(x[..., :half], approximate=approximate) * x[..., half:]
 
 
+@register_op
+def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), in float32 and rounded once; x, gate: [..., d], returns x's dtype."""
+    return (x.to(torch.float32) * torch.sigmoid(gate.to(torch.float32))).to(x.dtype)
+
+
 silu_and_mul.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(silu_and_mul.fn, "x"))
 gelu_and_mul.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(gelu_and_mul.fn, "x"))
+mul_sigmoid.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(mul_sigmoid.fn, "x", "gate"))
 
 
 @silu_and_mul.register_inputs
@@ -46,3 +53,11 @@ def _gelu_and_mul_inputs(
 ) -> dict[str, Any]:
     inputs = _silu_and_mul_inputs(case, dtype, device, generator)
     return {**inputs, "approximate": "tanh" if case % 2 else "none"}
+
+
+@mul_sigmoid.register_inputs
+def _mul_sigmoid_inputs(
+    case: int, dtype: torch.dtype, device: str, generator: torch.Generator
+) -> dict[str, Any]:
+    x, gate = _silu_and_mul_inputs(case, dtype, device, generator)["x"].chunk(2, dim=-1)
+    return {"x": x, "gate": gate}

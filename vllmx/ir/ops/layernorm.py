@@ -5,6 +5,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
@@ -51,10 +52,27 @@ def fused_add_rms_norm(
     return normed.to(x.dtype), total.to(x.dtype)
 
 
+@register_op(static_args=("weight",))
+def rms_norm_gated(
+    x: Tensor, weight: Tensor, z: Tensor, epsilon: float, activation: str = "silu"
+) -> Tensor:
+    """The norm of x, times weight, and only then times activation(z).
+
+    x, z: [..., hidden]; weight: [hidden]; activation: "silu" or "sigmoid". Computed in float32;
+    returns x's shape and dtype.
+    """
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    gate = z.to(torch.float32)
+    gate = torch.sigmoid(gate) if activation == "sigmoid" else F.silu(gate)
+    return (wide * weight.to(torch.float32) * gate).to(x.dtype)
+
+
 rms_norm.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(rms_norm.fn, "x"))
 fused_add_rms_norm.set_batch_invariant(
     REFERENCE, ANY_DEVICE, row_by_row(fused_add_rms_norm.fn, "x", "x_residual")
 )
+rms_norm_gated.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(rms_norm_gated.fn, "x", "z"))
 
 
 @rms_norm.register_inputs
@@ -81,3 +99,18 @@ def _fused_add_rms_norm_inputs(
     inputs = _rms_norm_inputs(case, dtype, device, generator)
     residual = torch.randn(inputs["x"].shape, generator=generator)
     return {"x": inputs.pop("x"), "x_residual": residual.to(device, dtype), **inputs}
+
+
+@rms_norm_gated.register_inputs
+def _rms_norm_gated_inputs(
+    case: int, dtype: torch.dtype, device: str, generator: torch.Generator
+) -> dict[str, Any]:
+    inputs = _rms_norm_inputs(case, dtype, device, generator)
+    z = torch.randn(inputs["x"].shape, generator=generator) * 3
+    return {
+        "x": inputs["x"],
+        "weight": inputs["weight"],
+        "z": z.to(device, dtype),
+        "epsilon": inputs["epsilon"],
+        "activation": "sigmoid" if case % 2 else "silu",
+    }

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler's steps in float64; see truth64.py."""
+"""The sampler's steps in float64; see truth64_ops.py."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .truth64 import TRUTH, Outputs, truth
+from oracles.truth64_ops import TRUTH, Outputs, truth
 
 __all__ = ["TRUTH"]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each op means, in float64: the third party of every comparison.
+"""What each op means, in float64: the third party of every comparison. Asked by truth64.py.
 
 A function takes the op's arguments with floats as float64 arrays, unrounded from what the op was
 given, and returns its outputs by name. What the op rounds on the way is not rounded here; what
@@ -16,6 +16,7 @@ import numpy as np
 
 Outputs = dict[str, np.ndarray]
 TRUTH: dict[str, Callable[..., Outputs]] = {}
+"""By op. `parity/truths.py` finds them by their decorator, in files named truth64_*.py."""
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our log-probabilities on a GPU beside upstream's, with upstream's own noise as the measure.
+
+    python -m parity.gpu_tokens --model FOLDER --lanes FILE.npz --prompts FILE.json --out FILE.json
+
+FILE.npz has, by run of upstream's, RUN_tok int32 [n, t], RUN_ids int32 [n, t, k] and RUN_lp float32
+[n, t, k]: the tokens of free greedy runs of the same prompts, and the k likeliest with their
+log-probabilities; the run `graph_b64` is what all are compared with. Ours is forced through its
+tokens (every position has the same prefix) and also runs freely. Upstream's other runs can only be
+compared up to the first token that differs, as they ran freely.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BASE = "graph_b64"
+OTHER = "eager_b64"
+LISTED = 64
+LIMITS = {"mean": 0.053, "p99": 0.25}
+"""Upstream's eager run against its graph run, mean and 99th percentile, nat."""
+
+
+def figures(differences: np.ndarray) -> dict[str, float]:
+    """Mean, 99th percentile and maximum of the absolute differences."""
+    apart = np.abs(differences)
+    return {
+        "positions": len(apart),
+        "mean": round(float(apart.mean()), 5),
+        "p99": round(float(np.quantile(apart, 0.99)), 5),
+        "max": round(float(apart.max()), 5),
+    }
+
+
+def upstream_noise(lanes: dict[str, np.ndarray], other: str) -> dict[str, float]:
+    """How far another run of upstream's is from the base, where both saw the same."""
+    found = []
+    for row in range(len(lanes[f"{other}_tok"])):
+        same = lanes[f"{BASE}_tok"][row] == lanes[f"{other}_tok"][row]
+        until = len(same) if same.all() else int(np.argmin(same)) + 1
+        for step in range(until):
+            theirs = dict(zip(lanes[f"{other}_ids"][row, step], lanes[f"{other}_lp"][row, step]))
+            base = zip(lanes[f"{BASE}_ids"][row, step], lanes[f"{BASE}_lp"][row, step])
+            found += [theirs[token] - value for token, value in base if token in theirs]
+    return figures(np.array(found, dtype=np.float64))
+
+
+def forced(llm: Any, prompts: list[list[int]], lanes: dict[str, np.ndarray]) -> np.ndarray:
+    """Ours less upstream's for every listed token of every position, forced."""
+    from vllmx import SamplingParams
+
+    tokens, ids, values = (lanes[f"{BASE}_{name}"] for name in ("tok", "ids", "lp"))
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=LISTED, detokenize=False)
+    given = [{"prompt_token_ids": [*p, *t.tolist()]} for p, t in zip(prompts, tokens)]
+    found, missing = [], 0
+    for row, output in enumerate(llm.generate(given, params, use_tqdm=False)):
+        start = len(prompts[row])
+        for step in range(tokens.shape[1]):
+            ours = output.prompt_logprobs[start + step]
+            for token, value in zip(ids[row, step].tolist(), values[row, step].tolist()):
+                if token in ours:
+                    found.append(ours[token].logprob - value)
+                else:
+                    missing += 1
+    if missing > len(found) // 1000:
+        raise SystemExit(f"{missing} of upstream's likeliest tokens are not among our {LISTED}")
+    return np.array(found, dtype=np.float64)
+
+
+def flips(llm: Any, prompts: list[list[int]], lanes: dict[str, np.ndarray]) -> dict[str, Any]:
+    """Where our free run first differs, and how near a tie that was on both sides."""
+    from vllmx import SamplingParams
+
+    tokens, ids, values = (lanes[f"{BASE}_{name}"] for name in ("tok", "ids", "lp"))
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=tokens.shape[1],
+        logprobs=LISTED,
+        detokenize=False,
+        ignore_eos=True,
+    )
+    gaps, equal = [], 0
+    given = [{"prompt_token_ids": p} for p in prompts]
+    for row, output in enumerate(llm.generate(given, params, use_tqdm=False)):
+        answer = output.outputs[0]
+        same = np.array(answer.token_ids) == tokens[row]
+        if same.all():
+            equal += 1
+            continue
+        step = int(np.argmin(same))
+        theirs = dict(zip(ids[row, step].tolist(), values[row, step].tolist()))
+        ours = {token: entry.logprob for token, entry in answer.logprobs[step].items()}
+        mine, base = answer.token_ids[step], int(tokens[row, step])
+        gaps.append(
+            {
+                "row": row,
+                "step": step,
+                "ours": round(ours[mine] - ours.get(base, float("-inf")), 4),
+                "upstream": round(theirs[base] - theirs.get(mine, float("-inf")), 4),
+            }
+        )
+    return {"rows": len(prompts), "equal": equal, "first_flips": gaps}
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    for name in ("model", "lanes", "prompts", "out"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    options = parser.parse_args()
+    from vllmx import LLM
+    from vllmx.tasks.bench_side_by_side import environment
+
+    lanes = dict(np.load(options.lanes))
+    prompts = json.loads(options.prompts.read_text())
+    llm = LLM(
+        model=str(options.model),
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_logprobs=LISTED,
+        max_num_seqs=64,
+        max_model_len=1024,
+        enable_prefix_caching=False,
+        kv_cache_memory_bytes=4 << 30,
+    )
+    told = {
+        "environment": environment(),
+        "limits": LIMITS,
+        "upstream's eager run": upstream_noise(lanes, OTHER),
+        "ours, forced": figures(forced(llm, prompts, lanes)),
+        "ours, free": flips(llm, prompts, lanes),
+    }
+    options.out.write_text(json.dumps(told, indent=1) + "\n")
+    print(json.dumps(told, indent=1))
+
+
+if __name__ == "__main__":
+    main()
