@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from oracles import vllm_pin
+from oracles import gdn_reference, vllm_pin
 from oracles.model_job import Answer, Job, main
 
 SETTINGS = {
@@ -38,7 +38,7 @@ def describe() -> dict[str, Any]:
     return {
         "name": "vllm",
         "version": vllm_pin.VERSION,
-        "lane": "vllm-cpu-f32",
+        "lane": "vllm-cpu-f32-gdnref" if gdn_reference.patched() else "vllm-cpu-f32",
         "callable": "vllm.LLM.generate",
         "torch": torch.__version__,
         "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
@@ -50,6 +50,8 @@ def describe() -> dict[str, Any]:
 def compute(job: Job) -> Answer:
     """Continue and score the sequences of `job`."""
     os.environ.update(SETTINGS)
+    if gdn_reference.is_hybrid(Path(job.folder)):
+        gdn_reference.patch()
     return answer_of(job, dtype="float32", enforce_eager=True)
 
 
@@ -57,6 +59,8 @@ def answer_of(job: Job, **options: Any) -> Answer:
     """What an engine with these options says; `stream` needs one that runs eagerly."""
     from vllm import LLM, SamplingParams
 
+    if gdn_reference.is_nested(Path(job.folder)):
+        options["language_model_only"] = True
     llm = LLM(
         model=job.folder,
         enable_prefix_caching=False,
@@ -100,16 +104,17 @@ def _stream(llm: Any, sequence: list[int]) -> list[np.ndarray]:
 
     seen: list[Any] = []
 
-    def before(module: Any, args: tuple[Any, ...]) -> None:
-        seen.append(args[1].detach().clone())
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = args[1] if args else kwargs["hidden_states"]
+        seen.append(given.detach().clone())
 
     def after(module: Any, args: tuple[Any, ...], output: tuple[Any, Any]) -> None:
         hidden, residual = output
         seen.append((hidden + residual).detach())
 
     def hook(model: Any) -> list[Any]:
-        layers = model.model.layers
-        return [layers[0].register_forward_pre_hook(before)] + [
+        layers = getattr(model, "language_model", model).model.layers
+        return [layers[0].register_forward_pre_hook(before, with_kwargs=True)] + [
             layer.register_forward_hook(after) for layer in layers
         ]
 

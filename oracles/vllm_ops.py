@@ -101,6 +101,17 @@ def fused_add_rms_norm_kernel(
     return {"out": x, "residual": x_residual}
 
 
+@ORACLE.lane("rms_norm_gated", "layer-native", f"{LAYERS}.layernorm.RMSNormGated.forward_static")
+def rms_norm_gated(
+    x: Tensor, weight: Tensor, z: Tensor, epsilon: float, activation: str
+) -> Tensors:
+    """The layer's own torch code, the norm before the gate."""
+    from vllm.model_executor.layers.layernorm import RMSNormGated
+
+    fn = RMSNormGated.forward_static
+    return {"out": fn(x, z, weight, epsilon, x.dtype, None, True, activation)}
+
+
 # ------------------------------------------------------------------------------- activations
 
 
@@ -132,6 +143,14 @@ def gelu_and_mul_kernel(x: Tensor, approximate: str) -> Tensors:
     kernels = _kernels()
     kernel = kernels.gelu_tanh_and_mul if approximate == "tanh" else kernels.gelu_and_mul
     return {"out": _half_op(kernel, x)}
+
+
+@ORACLE.lane(
+    "mul_sigmoid", "attention-eager", "the gate in Qwen3NextAttention.forward, written in torch"
+)
+def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensors:
+    """Upstream has no callable of this: its layer multiplies by torch.sigmoid, rounded."""
+    return {"out": x * torch.sigmoid(gate)}
 
 
 def _half_op(kernel: Any, x: Tensor) -> Tensor:
@@ -440,7 +459,7 @@ def _attention(
 
 if __name__ == "__main__":
     # The sampler's steps and the joined ops register themselves with the same oracle.
-    from oracles import vllm_fused, vllm_ops, vllm_sampler
+    from oracles import vllm_fused, vllm_moe, vllm_ops, vllm_sampler
 
-    assert vllm_sampler.ORACLE is vllm_ops.ORACLE is vllm_fused.ORACLE
+    assert vllm_sampler.ORACLE is vllm_ops.ORACLE is vllm_fused.ORACLE is vllm_moe.ORACLE
     sys.exit(main(vllm_ops.ORACLE))

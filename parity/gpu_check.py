@@ -83,6 +83,16 @@ TINIES = {
         "query_pre_attn_scalar": 24,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "qwen3_5": TINY
+    | {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
 }
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 
@@ -338,6 +348,7 @@ def check_tiny(report: Report) -> None:
             "graphs": {"scheduler__async_scheduling": False},
             "graphs, async": {},
             "graphs, async, small pool": {"cache__num_gpu_blocks_override": 90},
+            "graphs, async, prefix caching": {"cache__enable_prefix_caching": True},
         }
         for way, options in ways.items():
             exact = {"model__dtype": "float32"}

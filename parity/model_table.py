@@ -125,6 +125,8 @@ TINY: dict[str, Any] = {
     "forced_lengths": (15, 16, 17, 49, 130, 257),
     "max_tokens": 48,
 }
+HYBRID = TINY | {"prompt_lengths": (1, 9, 25, 33, 49, 97)}
+"""Blocks of models with recurrent layers are longer: here of 48 tokens."""
 MODELS = {
     entry.name: entry
     for entry in (
@@ -133,6 +135,9 @@ MODELS = {
         ModelEntry("tiny-llama", **TINY),
         ModelEntry("tiny-qwen3", **TINY),
         ModelEntry("tiny-gemma3", **TINY),
+        ModelEntry("tiny-qwen3_5", **HYBRID),
+        ModelEntry("tiny-qwen3_5_moe", **HYBRID),
+        ModelEntry("tiny-qwen3_next", **HYBRID),
     )
 }
 

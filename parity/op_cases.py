@@ -129,6 +129,32 @@ def _(m: Maker) -> Arguments:
     return inputs
 
 
+def _gated_norm(m: Maker, x: np.ndarray, activation: str = "silu", std: float = 2.0) -> Arguments:
+    inputs = _norm(m, x)
+    return {
+        "x": inputs["x"],
+        "weight": inputs["weight"],
+        "z": m.float(m.normal("z", *x.shape, std=std)),
+        "epsilon": inputs["epsilon"],
+        "activation": activation,
+    }
+
+
+@CASES.add("rms_norm_gated", "heads", cells=("three dimensions",))
+def _(m: Maker) -> Arguments:
+    return _gated_norm(m, m.normal("x", 9, 4, 128))
+
+
+@CASES.add("rms_norm_gated", "tinyvar", cells=("variance=epsilon", "gates beyond 7"))
+def _(m: Maker) -> Arguments:
+    return _gated_norm(m, m.normal("x", 24, 128, std=1e-3), std=6.0)
+
+
+@CASES.add("rms_norm_gated", "sigmoid", cells=("sigmoid gate", "one row"))
+def _(m: Maker) -> Arguments:
+    return _gated_norm(m, m.normal("x", 1, 577), "sigmoid")
+
+
 # ------------------------------------------------------------------------------- activations
 
 GATED: tuple[tuple[str, dict[str, str]], ...] = (
@@ -168,6 +194,17 @@ def _gated(op: str, extra: dict[str, str]) -> None:
 
 for _op, _extra in GATED:
     _gated(_op, _extra)
+
+
+@CASES.add("mul_sigmoid", "plain", cells=("rows=8",), strided=("gate",))
+def _(m: Maker) -> Arguments:
+    return {"x": m.float(m.normal("x", 8, 256)), "gate": m.float(m.normal("gate", 8, 256, std=2.0))}
+
+
+@CASES.add("mul_sigmoid", "wide", cells=("gates beyond 7", "odd width", "one row"))
+def _(m: Maker) -> Arguments:
+    x, gate = m.normal("x", 1, 577, std=3.0), m.normal("gate", 1, 577, std=6.0)
+    return {"x": m.float(x), "gate": m.float(gate)}
 
 
 # ---------------------------------------------------------------------------------- rotation

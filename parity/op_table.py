@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from . import cache_cases, fused_cases, gguf_cases, op_cases, rope_cases, sampler_cases
+from . import (
+    cache_cases,
+    fused_cases,
+    gdn_cases,
+    gguf_cases,
+    moe_cases,
+    op_cases,
+    rope_cases,
+    sampler_cases,
+)
 from .inputs import Case, CaseTable
 
 EXACT = "exact"
@@ -57,6 +66,10 @@ def _ir(name: str, table: CaseTable, kind: str, lane: str, **facts: object) -> O
     return OpEntry(name, table, kind, "vllm_ops", lane, **facts)  # type: ignore[arg-type]
 
 
+def _gdn(name: str, kind: str, lane: str, **facts: object) -> OpEntry:
+    return OpEntry(name, gdn_cases.CASES, kind, "vllm_gdn", lane, **facts)  # type: ignore[arg-type]
+
+
 def _sampler(name: str, kind: str, lane: str, **facts: object) -> OpEntry:
     oracle = facts.pop("oracle", "vllm_ops")
     table = sampler_cases.CASES
@@ -64,6 +77,7 @@ def _sampler(name: str, kind: str, lane: str, **facts: object) -> OpEntry:
 
 
 _CACHES = ("key_cache", "value_cache")
+_STATE = {"outputs": ("out", "ssm_state"), "mutates": ("ssm_state",), "wide": ("ssm_state",)}
 OPS = {
     entry.name: entry
     for entry in (
@@ -85,6 +99,50 @@ OPS = {
             outputs=("query", "key"),
         ),
         _ir("rope_table", rope_cases.CASES, "table", "get_rope"),
+        _ir("rms_norm_gated", op_cases.CASES, "norm", "layer-native"),
+        _ir("mul_sigmoid", op_cases.CASES, "pointwise", "attention-eager"),
+        _gdn(
+            "causal_conv1d_fn",
+            "pointwise",
+            "cpu-torch",
+            outputs=("out", "conv_states"),
+            exact=("conv_states",),
+            mutates=("conv_states",),
+        ),
+        _gdn(
+            "causal_conv1d_update",
+            "pointwise",
+            "cpu-torch",
+            outputs=("out", "conv_state"),
+            exact=("conv_state",),
+            mutates=("conv_state",),
+        ),
+        _gdn(
+            "fused_post_conv_prep",
+            "norm",
+            "triton-interpreter",
+            outputs=("q", "k", "v", "g", "beta"),
+            exact=("v",),
+            wide=("g", "beta"),
+        ),
+        _gdn("chunk_gated_delta_rule", "scan", "upstream-by-dtype", **_STATE),
+        _gdn("recurrent_gated_delta_rule", "scan", "triton-interpreter", **_STATE),
+        _gdn(
+            "fused_recurrent_gated_delta_rule_packed_decode",
+            "scan",
+            "triton-interpreter",
+            **_STATE,
+        ),
+        _ir(
+            "topk_softmax",
+            moe_cases.CASES,
+            "probs",
+            "cpu-select-experts",
+            outputs=("weights", "ids"),
+            exact=("ids",),
+            wide=("weights",),
+        ),
+        _ir("fused_experts", moe_cases.CASES, "moe", "cpu-fused-moe"),
         _ir("linear", op_cases.CASES, "gemm", "unquantized-gemm"),
         _ir(
             "linear_add",

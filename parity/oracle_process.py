@@ -20,7 +20,7 @@ from .golden import DTYPES, NAMES, GoldenError
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN_ENVIRONMENT = (
-    *("vllm_ops", "gguf_dequant", "vllm_scheduler", "vllm_model", "vllm_text"),
+    *("vllm_ops", "vllm_gdn", "gguf_dequant", "vllm_scheduler", "vllm_model", "vllm_text"),
     *("vllm_gpu_ops", "vllm_gpu_model"),
 )
 """Oracles that need the environment of `nox -s oracle`; the others run in vllmx's own."""

@@ -30,9 +30,14 @@ CAP = 4.0
 CAPS = {
     # 1 + erf(x) cancels where the gate is nearly shut.
     "gelu_and_mul": 16.0,
+    # exp(score - logsumexp), the difference rounded before it is raised.
+    "topk_softmax": 8.0,
     # Sums in bfloat16 or float32 over many elements, probabilities rounded to the dtype.
     "attention": 16.0,
     "gemm": 16.0,
+    "moe": 16.0,
+    # Each token is added to what all before it left; keys that are alike add up their errors.
+    "scan": 16.0,
     # Angles of 8191 radians in float32 are off by 2^-11.
     "table": 4096.0,
 }

@@ -66,9 +66,17 @@ LINEAR = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
 }
+EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
 HYBRID = {
     "qwen3next_dense": {**LINEAR, "mlp_only_layers": [0, 1, 2, 3], "tie_word_embeddings": False},
     "qwen3_5": {**LINEAR, "tie_word_embeddings": True},
+    "qwen3next": {**LINEAR, **EXPERTS, "mlp_only_layers": [1], "tie_word_embeddings": False},
+    "qwen3_5_moe": {**LINEAR, **EXPERTS, "tie_word_embeddings": False},
 }
 """Models with recurrent layers."""
 FAMILIES = {
@@ -76,9 +84,13 @@ FAMILIES = {
     "gemma3": "Gemma3",
     "qwen3": "Qwen3",
     "qwen3next_dense": "Qwen3Next",
+    "qwen3next": "Qwen3Next",
     "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
 }
 """Name, or start of a name, in TINY or HYBRID -> start of the names of transformers' classes."""
+TEXT_CONFIG = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+"""Families whose config class has Text in its name."""
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -100,7 +112,7 @@ def save_tiny(name: str, folder: Path, seed: int = 0) -> torch.nn.Module:
 
     torch.manual_seed(seed)
     family = FAMILIES.get(name) or FAMILIES[name.partition("_")[0]]
-    config_name = f"{family}{'Text' if family in ('Gemma3', 'Qwen3_5') else ''}Config"
+    config_name = f"{family}{'Text' if family in TEXT_CONFIG else ''}Config"
     config_cls = getattr(transformers, config_name)
     model_cls = getattr(transformers, f"{family}ForCausalLM")
     config = config_cls(**{**COMMON, **(TINY.get(name) or HYBRID[name])})

@@ -27,9 +27,9 @@ from vllmx.models.utils import LLAMA_MAPPER
 VOCAB = 200
 MODULUS = 1009
 """States are whole numbers below it, which float16 holds too."""
-WIDTH = 13
+WIDTH = 19
 """A state is held WIDTH * WIDTH times, so that a part of it that is wrong shows."""
-HEAD = 16
+HEAD = 32
 
 
 class Recurrence(MambaBase):
@@ -123,7 +123,7 @@ class HybridForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         token = 3 + hidden_states % (VOCAB - 3)
-        return -(torch.arange(VOCAB) - token).abs()
+        return -(torch.arange(VOCAB, device=token.device) - token).abs()
 
     def load_weights(self, weights: Any) -> None:
         """It has none."""

@@ -63,7 +63,119 @@ def _cached_only(**args):
     return load_ops()["qk_norm_rope_decode"].fn(**{**args, "seq_lens": lengths})
 
 
+def _state_kept(op, state):
+    """The op that leaves the states as they were."""
+
+    def fn(**args):
+        return load_ops()[op].fn(**{**args, state: args[state].clone()})
+
+    return fn
+
+
+def _fresh_from_block(op):
+    """Requests that begin go on from what their block holds."""
+    return _changed(op, has_initial_state=lambda a: torch.ones_like(a["has_initial_state"]))
+
+
+def _whole_heads(**args):
+    """Every query head serves the value heads in turn, not a run of them."""
+    heads = args["v"].shape[1]
+    turned = {name: args[name].repeat(1, heads // args[name].shape[1], 1) for name in "qk"}
+    return load_ops()["recurrent_gated_delta_rule"].fn(**{**args, **turned})
+
+
+PACKED = "fused_recurrent_gated_delta_rule_packed_decode"
 FAULTS = {
+    "weights not renormalised": (
+        "topk_softmax",
+        _changed("topk_softmax", renormalize=lambda a: False),
+    ),
+    "softmax of half the scores": (
+        "topk_softmax",
+        _changed("topk_softmax", gating_output=lambda a: a["gating_output"] / 2),
+    ),
+    "an expert for another": (
+        "fused_experts",
+        _changed("fused_experts", topk_ids=lambda a: (a["topk_ids"] - 1).clamp(min=0)),
+    ),
+    "experts alike in weight": (
+        "fused_experts",
+        _changed("fused_experts", topk_weights=lambda a: a["topk_weights"].sort(1).values),
+    ),
+    "gate before the norm": (
+        "rms_norm_gated",
+        lambda x, weight, z, epsilon, activation: rms(F.silu(z) * x, weight, epsilon),
+    ),
+    "silu for sigmoid": (
+        "rms_norm_gated",
+        _changed("rms_norm_gated", activation=lambda a: "silu"),
+    ),
+    "output gate without sigmoid": ("mul_sigmoid", lambda x, gate: x * gate),
+    "output gate by halves": ("mul_sigmoid", lambda x, gate: x * torch.sigmoid(gate / 2)),
+    "convolution's state kept": (
+        "causal_conv1d_fn",
+        _state_kept("causal_conv1d_fn", "conv_states"),
+    ),
+    "begins from what the block holds": (
+        "causal_conv1d_fn",
+        _fresh_from_block("causal_conv1d_fn"),
+    ),
+    "newest input first": (
+        "causal_conv1d_fn",
+        _changed("causal_conv1d_fn", weight=lambda a: a["weight"].flip(1)),
+    ),
+    "decode's convolution state kept": (
+        "causal_conv1d_update",
+        _state_kept("causal_conv1d_update", "conv_state"),
+    ),
+    "bias of the convolution forgotten": (
+        "causal_conv1d_update",
+        _changed("causal_conv1d_update", bias=lambda a: None),
+    ),
+    "gates swapped": (
+        "fused_post_conv_prep",
+        _changed("fused_post_conv_prep", a=lambda a: a["b"], b=lambda a: a["a"]),
+    ),
+    "decay without its exponential": (
+        "fused_post_conv_prep",
+        _changed("fused_post_conv_prep", A_log=lambda a: torch.log1p(a["A_log"].exp())),
+    ),
+    "keys of another length": (
+        "fused_post_conv_prep",
+        lambda **a: tuple(
+            x * 1.0005 if i == 1 else x
+            for i, x in enumerate(load_ops()["fused_post_conv_prep"].fn(**a))
+        ),
+    ),
+    "state not decayed": (
+        "chunk_gated_delta_rule",
+        _changed("chunk_gated_delta_rule", g=lambda a: a["g"] * 0),
+    ),
+    "chunked state kept": (
+        "chunk_gated_delta_rule",
+        _state_kept("chunk_gated_delta_rule", "ssm_state"),
+    ),
+    "queries not scaled": (
+        "chunk_gated_delta_rule",
+        _changed("chunk_gated_delta_rule", scale=lambda a: 1.0),
+    ),
+    "rule begins from what the block holds": (
+        "recurrent_gated_delta_rule",
+        _fresh_from_block("recurrent_gated_delta_rule"),
+    ),
+    "heads in turn": ("recurrent_gated_delta_rule", _whole_heads),
+    "next token's step": (
+        "recurrent_gated_delta_rule",
+        _changed("recurrent_gated_delta_rule", beta=lambda a: a["beta"].roll(-1, 0)),
+    ),
+    "padding written": (
+        PACKED,
+        _changed(PACKED, ssm_state_indices=lambda a: a["ssm_state_indices"].clamp(min=1)),
+    ),
+    "another's state": (
+        PACKED,
+        _changed(PACKED, ssm_state_indices=lambda a: a["ssm_state_indices"].roll(1, 0)),
+    ),
     "residual forgotten": (
         "linear_add",
         _changed("linear_add", residual=lambda a: a["x"][:, :1] * 0),

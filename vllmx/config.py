@@ -386,7 +386,8 @@ class CompilationConfig:
     """CUDA graphs."""
 
     cudagraph_mode: Optional[str] = choice(None, "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY")
-    """Which batches run as graphs. None: decodes on a GPU (FULL_DECODE_ONLY), NONE on a CPU."""
+    """Which batches run as graphs. FULL_DECODE_ONLY: decodes; FULL: steps that fill the token
+    budget as well. None: FULL on a GPU, NONE on a CPU."""
     cudagraph_capture_sizes: Optional[List[int]] = None
     """Batch sizes to capture; others run in the next larger one. None: 1, 2, 4, then every 8, from
     256 on every 16, up to max_num_seqs or 512."""
@@ -976,9 +977,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "model.use_fp64_gumbel": (False,),
     "scheduler.prefill_schedule_interval": (1,),
     "cache.mamba_block_size": (None,),
-    "cache.mamba_cache_dtype": ("auto",),
-    "cache.mamba_ssm_cache_dtype": ("auto",),
-    "compilation.cudagraph_mode": (None, "NONE", "FULL_DECODE_ONLY"),
+    "compilation.cudagraph_mode": (None, "NONE", "FULL_DECODE_ONLY", "FULL"),
 }
 
 

@@ -37,9 +37,7 @@ OTHER = {
     "model.use_fp64_gumbel": True,
     "scheduler.prefill_schedule_interval": 2,
     "cache.mamba_block_size": 16,
-    "cache.mamba_cache_dtype": "float32",
-    "cache.mamba_ssm_cache_dtype": "float32",
-    "compilation.cudagraph_mode": "FULL",
+    "compilation.cudagraph_mode": "PIECEWISE",
 }
 
 

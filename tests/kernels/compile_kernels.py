@@ -34,7 +34,9 @@ TYPES = {
     **dict.fromkeys(
         (
             "block_table_ptr",
+            "blocks_ptr",
             "count_ptr",
+            "groups_ptr",
             "input_ids_ptr",
             "place_ptr",
             "places_ptr",
@@ -100,6 +102,9 @@ KERNELS: list[Row] = [
         DECODE | {"SPLITS": 1, "HEAD_SIZE": 96, "HAS_WINDOW": True, "HAS_CAP": True},
         SINGLE,
     ),
+    # Blocks that hold a recurrent state have any number of tokens.
+    ("triton_attention", "_decode_kernel", DECODE | {"SPLITS": 8, "BLOCK_SIZE": 784}, SINGLE),
+    ("triton_attention", "_prefill_kernel", PREFILL | {"BLOCK_SIZE": 784}, {}),
     ("triton_attention", "_prefill_kernel", PREFILL, {}),
     ("triton_attention", "_prefill_kernel", PREFILL | {"MASKS_ALL": True}, {}),
     ("triton_fixed_linear", "_fixed_tiles_linear_kernel", FIXED, {}),
@@ -133,9 +138,11 @@ KERNELS: list[Row] = [
     ("triton_input", "_apply_writes_kernel", {"BLOCK": 1024}, WRITES),
     ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": True}, {}),
     ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": False}, {}),
+    ("triton_input", "_prepare_states_kernel", {"BLOCK": 1024}, {"has_state_ptr": "*i1"}),
     ("triton_input", "_argmax_kernel", {"COLUMNS": 4096}, {}),
     ("triton_input", "_commit_argmax_kernel", {"PARTS": 38, "BLOCK": 64}, {}),
     ("triton_input", "_commit_tokens_kernel", {}, {"sampled_ptr": I64}),
+    ("triton_states", "_copy_states_kernel", {"BLOCK": 2048}, {"addresses_ptr": I64}),
 ]
 
 

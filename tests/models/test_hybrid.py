@@ -65,8 +65,9 @@ def poison(llm: LLM) -> None:
             state[1:].fill_(float("nan"))
 
 
-def test_one_by_one_and_together(folder, pattern) -> None:
-    llm = hybrid_engine(folder)
+@pytest.mark.parametrize("backend", ["native", "sdpa", "torch"])
+def test_one_by_one_and_together(folder, pattern, backend) -> None:
+    llm = hybrid_engine(folder, attention_backend=backend)
     poison(llm)
     for prompt in prompts(0):
         assert_right(run(llm, [prompt]), pattern)

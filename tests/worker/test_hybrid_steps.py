@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from gpu_helpers import on_a_gpu, runner_of
-from hybrid_model import VOCAB, Recurrence, expected, registered, save_hybrid
+from hybrid_model import VOCAB, Recurrence, expected, hybrid_engine, registered, save_hybrid
 
 from vllmx import LLM, SamplingParams
 from vllmx.kernels.triton_input import prepare_states
 from vllmx.layers.mamba_base import mamba_layers
 from vllmx.worker.gpu_steps import graph_refusal
 from vllmx.worker.model_states import FusedStateCopies, StateCopies
+from vllmx.worker.profile_run import profile_run
 
 PATTERN = "SSASS"
 SETTINGS: dict[str, Any] = {
@@ -148,3 +151,17 @@ def test_layers_whose_states_the_host_must_know_have_no_graphs(monkeypatch, fold
     assert graph_refusal(runner) is None
     monkeypatch.setattr(Recurrence, "graphs", False)
     assert graph_refusal(runner) == "layer layers.0 asks the device for its states"
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_nothing_is_left_of_the_profile_run(folder, caching) -> None:
+    llm = hybrid_engine(folder, enable_prefix_caching=caching, max_num_batched_tokens=60)
+    runner = runner_of(llm)
+    assert profile_run(runner) == 60
+    layers = mamba_layers(runner.model).values()
+    caches = [weakref.ref(layer.kv_cache[0].untyped_storage()) for layer in layers]
+    runner.release_kv_cache()
+    gc.collect()
+    assert all(cache() is None for cache in caches)
+    runner.initialize_kv_cache(llm.llm_engine.engine_core.engine_core.kv_cache_config)
+    ask(llm, (9, 30, 1))

@@ -270,6 +270,8 @@ if SUPPORTED is True:
         num_heads = tl.num_programs(0) * GROUP
         tile = tl.program_id(1)
         request = tl.load(tile_ptr + 2 * tile).to(tl.int64)
+        if request < 0:
+            return  # a graph has room for more tiles than this batch has
         first_token = tl.load(tile_ptr + 2 * tile + 1)
         compute = query_ptr.dtype.element_ty
         start = tl.load(query_start_ptr + request)
@@ -478,9 +480,9 @@ def paged_prefill(
 ) -> None:
     """Attention of the tokens of `tiles` into `out`, [num_tokens, num_heads, head_size] as `query`.
 
-    tiles: int32 [num_tiles, 2], a request and the first of its new tokens; each tile covers
-    `tokens_of_a_tile` of them. scale has k_scale in it. masks_all: treat keys that every token of
-    a tile sees as all others, so that it does not matter which tokens share a tile.
+    tiles: int32 [num_tiles, 2], a request and the first of its new tokens, or a negative number;
+    each tile covers `tokens_of_a_tile` tokens. scale has k_scale in it. masks_all: treat keys that
+    every token of a tile sees as all others, so that it does not matter which tokens share a tile.
     """
     num_heads, head_size = query.shape[1:]
     num_kv_heads = key_cache.shape[2]

@@ -181,6 +181,11 @@ class QwenGatedDeltaNetAttention(WeightHolder, MambaBase):
         """Upstream's name."""
         return "gdn_attention"
 
+    @property
+    def supports_cudagraph(self) -> bool:
+        """A batch of decodes takes nothing from the host, and its ops leave state 0 alone."""
+        return True
+
     def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
         """The last inputs of the convolution, and the heads' matrices."""
         return (

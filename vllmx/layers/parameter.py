@@ -66,6 +66,11 @@ class WeightHolder:
         self.finish_loading()
         self.is_loaded, self.loaded = True, None
 
+    def checkpoint_name(self, param: str, shard_id: str | None) -> str | None:
+        """What a checkpoint calls a weight below this layer's name; None where the model's mapper
+        knows."""
+        return None
+
     def take_float(self, param: str) -> Tensor:
         """The one unsharded `param` as float32."""
         assert self.loaded is not None

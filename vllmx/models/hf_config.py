@@ -61,13 +61,25 @@ QWEN3_NEXT_DEFAULTS = LLAMA_DEFAULTS | {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+MOE_DEFAULTS: dict[str, Any] = {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA_DEFAULTS,
     "mistral": LLAMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
     "qwen2": QWEN_DEFAULTS,
     "qwen3": QWEN_DEFAULTS | {"head_dim": 128},
-    "qwen3_next": QWEN3_NEXT_DEFAULTS,
+    "qwen3_next": QWEN3_NEXT_DEFAULTS
+    | MOE_DEFAULTS
+    | {"num_experts": 512, "num_experts_per_tok": 10},
     "qwen3_5_text": QWEN3_NEXT_DEFAULTS,
+    "qwen3_5_moe_text": QWEN3_NEXT_DEFAULTS
+    | MOE_DEFAULTS
+    | {"num_experts": 256, "num_experts_per_tok": 8},
     "gemma3_text": GEMMA3_DEFAULTS,
 }
 """What transformers assumes, by model_type, for keys that a config.json may leave out."""

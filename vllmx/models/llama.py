@@ -29,13 +29,19 @@ from vllmx.models.utils import LLAMA_MAPPER, AutoWeightsLoader, make_layers, may
 
 
 class LlamaMLP(nn.Module):
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)); the config's inner size, unless another is given."""
 
     def __init__(
-        self, config: HFConfig, *, vllm_config: VllmConfig, ops: OpTable, prefix: str
+        self,
+        config: HFConfig,
+        *,
+        vllm_config: VllmConfig,
+        ops: OpTable,
+        prefix: str,
+        intermediate_size: int | None = None,
     ) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = config.hidden_size, intermediate_size or config.intermediate_size
         bias = config.read("mlp_bias", bool, False)
         shared: dict[str, Any] = {"vllm_config": vllm_config, "ops": ops}
         self.gate_up_proj = MergedColumnParallelLinear(

@@ -12,7 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch import nn
+
 from vllmx.exceptions import CheckpointError
+from vllmx.models.hf_config import HFConfig
+from vllmx.models.llama import LlamaMLP
 from vllmx.models.qwen3_next import (
     Qwen3NextDecoderLayer,
     Qwen3NextForCausalLM,
@@ -39,6 +43,10 @@ class Qwen3_5DecoderLayer(Qwen3NextDecoderLayer):
     """Qwen3-Next's layer with the input projections of Qwen3.5."""
 
     gqa_interleaved_layout = False
+
+    def make_mlp(self, config: HFConfig, layer_idx: int, **shared: Any) -> nn.Module:
+        """One MLP, whatever the layer."""
+        return LlamaMLP(config, **shared)
 
 
 class Qwen3_5Model(Qwen3NextModel):

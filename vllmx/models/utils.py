@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,12 +30,16 @@ def make_layers(count: int, make: Callable[[str], nn.Module], prefix: str) -> nn
     return nn.ModuleList(make(f"{prefix}.{i}") for i in range(count))
 
 
+_EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
+
+
 @dataclass
 class WeightsMapper:
     """How a checkpoint's names become a model's.
 
     stacked: part of a checkpoint name -> (part of ours, shard id);
     skip: parts of names that carry nothing we need.
+    A matrix of one expert becomes a part of its layer, with the expert's number for a shard id.
     """
 
     stacked: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -44,6 +49,8 @@ class WeightsMapper:
         """(our name, shard id), or None for a weight that is left out."""
         if any(part in name for part in self.skip):
             return None
+        if expert := _EXPERT.fullmatch(name):
+            return f"{expert['layer']}.{expert['part']}", expert["number"]
         for part, (ours, shard_id) in self.stacked.items():
             if part in name:
                 return name.replace(part, ours), shard_id
@@ -124,11 +131,12 @@ class AutoWeightsLoader:
             if holder.is_loaded or skipped:
                 continue
             have = holder.loaded or {}
-            missing += [
-                f"{_source_name(name, shard, mapper)}.{param}"
-                for param, shard in holder.expected_weights()
-                if (param, shard) not in have
-            ]
+            for param, shard in holder.expected_weights():
+                if (param, shard) in have:
+                    continue
+                own = holder.checkpoint_name(param, shard)
+                source = f"{_source_name(name, shard, mapper)}.{param}"
+                missing.append(source if own is None else f"{name}.{own}")
         if missing:
             shown = ", ".join(missing[:5])
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""

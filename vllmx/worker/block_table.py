@@ -56,16 +56,11 @@ class BlockTables:
         """Slot of each token in each group, int64 [num_tokens]."""
         rows, positions = batch.token_rows, batch.positions_np
         assert rows is not None and positions is not None
-        return [
-            self._slots(table, size, rows, positions)
-            for table, size in zip(self.tables, self.block_sizes, strict=True)
-        ]
-
-    def _slots(
-        self, table: StagedWriteTensor, size: int, rows: np.ndarray, positions: np.ndarray
-    ) -> Tensor:
-        blocks = table.np[rows, positions // size].astype(np.int64)
-        return to_device(blocks * size + positions % size, self.device)
+        slots = []
+        for table, size in zip(self.tables, self.block_sizes, strict=True):
+            blocks = table.np[rows, positions // size].astype(np.int64)
+            slots.append(to_device(blocks * size + positions % size, self.device))
+        return slots
 
 
 class HybridBlockTables(BlockTables):
@@ -104,12 +99,14 @@ class HybridBlockTables(BlockTables):
         """As for attention; states have no slots."""
         rows, positions = batch.token_rows, batch.positions_np
         assert rows is not None and positions is not None
-        return [
-            self._no_slots
-            if group in self.state_groups
-            else self._slots(self.tables[group], size, rows, positions)
-            for group, size in enumerate(self.block_sizes)
-        ]
+        slots = []
+        for group, (table, size) in enumerate(zip(self.tables, self.block_sizes, strict=True)):
+            if group in self.state_groups:
+                slots.append(self._no_slots)
+            else:
+                blocks = table.np[rows, positions // size].astype(np.int64)
+                slots.append(to_device(blocks * size + positions % size, self.device))
+        return slots
 
     def state_blocks(self, group: int, rows: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
         """Blocks with the states after `num_tokens` tokens of the requests in `rows`, int32."""

@@ -115,8 +115,7 @@ class GPUModelRunner:
     def release_kv_cache(self) -> None:
         """Let go of the cache, of the tables, and of graphs that read them."""
         self.execute_model_state = None
-        self.gpu_steps = None
-        self.model_state = None
+        self.gpu_steps = self.model_state = None
         for layer in cache_layers(self.model).values():
             layer.release_kv_cache()
         del self.attn_builders, self.req_states, self.block_tables

@@ -36,12 +36,12 @@ def causal_conv1d_fn(
     starts = query_start_loc.tolist()
     known = has_initial_state.tolist()
     for i, block in enumerate(cache_indices.tolist()):
-        part = x[starts[i] : starts[i + 1]].T
-        state = conv_states[block]
+        rows = slice(starts[i], starts[i + 1])
+        state = conv_states[block].T
         before = state.to(x.dtype) if known[i] else torch.zeros_like(state, dtype=x.dtype)
-        inputs = torch.cat((before, part), dim=1)
-        out[starts[i] : starts[i + 1]] = _convolved(inputs, weight, bias, activation).T
-        conv_states[block] = inputs[:, -state.shape[1] :].to(conv_states.dtype)
+        inputs = torch.cat((before, x[rows]))
+        out[rows] = _convolved(inputs, weight, bias, activation)
+        conv_states[block] = inputs[-len(state) :].T.to(conv_states.dtype)
     return out
 
 
@@ -62,31 +62,33 @@ def causal_conv1d_update(
     blocks = conv_state_indices.long()
     real = (blocks > 0)[:, None]
     state = conv_state[blocks]
-    inputs = torch.cat((state.to(x.dtype), x[:, :, None]), dim=2)
-    out = _convolved(inputs, weight, bias, activation)[:, :, 0]
-    conv_state[blocks] = torch.where(real[:, :, None], inputs[:, :, 1:].to(state.dtype), state)
+    inputs = torch.cat((state.mT.to(x.dtype), x[:, None]), dim=1)
+    out = _convolved(inputs, weight, bias, activation)[:, 0]
+    moved = inputs[:, 1:].mT.to(state.dtype)
+    conv_state[blocks] = torch.where(real[:, :, None], moved, state)
     return out.masked_fill(~real, 0.0)
 
 
-def _convolved(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Any:
-    """inputs: [..., C, tokens + W - 1] -> [..., C, tokens].
+def _convolved(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """inputs: [..., tokens + W - 1, C] -> [..., tokens, C].
 
     Products are added oldest first, so that a token's sum does not depend on its neighbours.
     """
-    width = weight.shape[1]
-    wide, factors = inputs.float(), weight.float()
-    tokens = inputs.shape[-1] - width + 1
-    total = wide[..., :tokens] * factors[:, :1]
-    for i in range(1, width):
-        total = total + wide[..., i : i + tokens] * factors[:, i : i + 1]
+    wide, factors = inputs.float(), weight.float().T
+    tokens = inputs.shape[-2] - len(factors) + 1
+    total = wide[..., :tokens, :] * factors[0]
+    for i in range(1, len(factors)):
+        total = total + wide[..., i : i + tokens, :] * factors[i]
     if bias is not None:
-        total = total + bias.float()[:, None]
+        total = total + bias.float()
     return (F.silu(total) if activation == "silu" else total).to(inputs.dtype)
 
 
 BATCHES = (
     # (tokens of each request, which have a state, channels, width)
-    ([5], [False], 8, 4),
+    ([5], [False], 32, 4),
     ([1, 2, 3, 9], [True, False, True, True], 33, 4),
     ([64, 1], [True, True], 16, 2),
     ([7, 7], [False, True], 5, 3),

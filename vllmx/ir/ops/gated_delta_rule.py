@@ -237,18 +237,23 @@ def _chunks(
     padding = -tokens % CHUNK_SIZE
     q, k, v = (_chunked(F.pad(x, (0, 0, 0, 0, 0, padding))) for x in (q, k, v))
     g, beta = (_chunked(F.pad(x, (0, 0, 0, padding))[..., None])[..., 0] for x in (g, beta))
-    faded = g.cumsum(dim=-1)  # log of what is left, at each token, of the state before the chunk
+    # Log of what is left, at each token, of the state before the chunk. It is double because of its
+    # differences, which are small where it is large.
+    faded = g.double().cumsum(dim=-1)
     after = torch.ones(CHUNK_SIZE, CHUNK_SIZE, dtype=torch.bool, device=v.device).triu(1)
-    between = (faded[..., :, None] - faded[..., None, :]).masked_fill(after, float("-inf")).exp()
+    between = (faded[..., :, None] - faded[..., None, :]).masked_fill(after, float("-inf"))
+    between = between.float().exp()
+    to_end = (faded[..., -1:] - faded).float().exp()
+    from_start = faded.float().exp()
     own = torch.eye(CHUNK_SIZE, dtype=torch.bool, device=v.device)
     system = ((k * beta[..., None]) @ k.mT * between).masked_fill(own, 1.0)
-    wanted = torch.cat((v * beta[..., None], k * (beta * faded.exp())[..., None]), dim=-1)
+    wanted = torch.cat((v * beta[..., None], k * (beta * from_start)[..., None]), dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     writes, reads = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
     inside = q @ k.mT * between
-    q = q * faded.exp()[..., None]
-    k = k * (faded[..., -1:] - faded).exp()[..., None]
-    left = faded[..., -1].exp()[..., None, None]
+    q = q * from_start[..., None]
+    k = k * to_end[..., None]
+    left = from_start[..., -1, None, None]
     out = torch.empty_like(v)
     for c in range(v.shape[1]):
         new = writes[:, c] - reads[:, c] @ state.mT

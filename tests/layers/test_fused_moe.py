@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts: routing, weights in either of the two forms, what is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vllmx.config import KernelConfig
+from vllmx.exceptions import CheckpointError
+from vllmx.ir.select import OpTable
+from vllmx.layers.fused_moe import FusedMoE
+from vllmx.models.utils import LLAMA_MAPPER, AutoWeightsLoader
+
+EXPERTS, TOP_K, HIDDEN, INNER = 4, 2, 8, 6
+
+
+class Model(torch.nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32, renormalize: bool = True) -> None:
+        super().__init__()
+        ops = OpTable(KernelConfig(default_priority=["torch"]), "cpu", dtype)
+        self.experts = FusedMoE(EXPERTS, TOP_K, HIDDEN, INNER, ops, renormalize)
+
+    def load(self, weights: dict[str, Tensor]) -> "Model":
+        named = {f"mlp.{name}": tensor for name, tensor in weights.items()}
+        outer = torch.nn.Module()
+        outer.mlp = self
+        AutoWeightsLoader(outer).load_weights(named.items(), LLAMA_MAPPER)
+        return self
+
+
+def stacked() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "experts.gate_up_proj": torch.randn(EXPERTS, 2 * INNER, HIDDEN, generator=generator),
+        "experts.down_proj": torch.randn(EXPERTS, HIDDEN, INNER, generator=generator),
+    }
+
+
+def one_by_one() -> dict[str, Tensor]:
+    whole = stacked()
+    found = {}
+    for i in range(EXPERTS):
+        gate, up = whole["experts.gate_up_proj"][i].chunk(2)
+        found[f"experts.{i}.gate_proj.weight"] = gate
+        found[f"experts.{i}.up_proj.weight"] = up
+        found[f"experts.{i}.down_proj.weight"] = whole["experts.down_proj"][i]
+    return found
+
+
+def by_hand(x: Tensor, scores: Tensor, renormalize: bool) -> Tensor:
+    weights, out = stacked(), torch.zeros_like(x)
+    for t in range(len(x)):
+        shares = scores[t].softmax(0)
+        best = shares.argsort(descending=True)[:TOP_K].tolist()
+        total = shares[best].sum() if renormalize else 1.0
+        for expert in best:
+            gate, up = (weights["experts.gate_up_proj"][expert] @ x[t]).chunk(2)
+            found = weights["experts.down_proj"][expert] @ (F.silu(gate) * up)
+            out[t] += shares[expert] / total * found
+    return out
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("weights", [stacked, one_by_one])
+def test_each_token_gets_its_experts_by_their_weights(weights, renormalize: bool) -> None:
+    model = Model(renormalize=renormalize).load(weights())
+    x, scores = torch.randn(9, HIDDEN), torch.randn(9, EXPERTS)
+    want = by_hand(x, scores, renormalize)
+    torch.testing.assert_close(model.experts(x, scores), want, atol=1e-5, rtol=1e-5)
+    alone = torch.cat([model.experts(x[i : i + 1], scores[i : i + 1]) for i in range(9)])
+    torch.testing.assert_close(alone, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_bfloat16_checkpoint_is_served_in_float32() -> None:
+    weights = {name: tensor.bfloat16() for name, tensor in stacked().items()}
+    experts = Model().load(weights).experts
+    assert experts.w13_weight.dtype == torch.float32
+    assert torch.equal(experts.w2_weight, weights["experts.down_proj"].float())
+
+
+def test_experts_in_both_forms_are_refused() -> None:
+    weights = {**stacked(), **one_by_one()}
+    with pytest.raises(
+        CheckpointError, match=r"experts\.0\.gate_proj.*both stacked and one by one"
+    ):
+        Model().load(weights)
+    weights = {**one_by_one(), **stacked()}
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj.*twice|both stacked"):
+        Model().load(weights)
+
+
+def test_a_missing_expert_is_named_as_the_checkpoint_would() -> None:
+    weights = one_by_one()
+    del weights["experts.2.up_proj.weight"]
+    with pytest.raises(CheckpointError, match=r"lacks mlp\.experts\.2\.up_proj\.weight"):
+        Model().load(weights)
+    weights = stacked()
+    del weights["experts.down_proj"]
+    with pytest.raises(CheckpointError, match=r"lacks mlp\.experts\.down_proj\."):
+        Model().load(weights)
+
+
+def test_an_expert_too_many_or_of_another_shape_is_named() -> None:
+    weights = one_by_one() | {"experts.4.up_proj.weight": torch.ones(INNER, HIDDEN)}
+    with pytest.raises(CheckpointError, match=r"experts\.4\.up_proj\.weight.*part 4"):
+        Model().load(weights)
+    weights = stacked() | {"experts.down_proj": torch.ones(EXPERTS, INNER, HIDDEN)}
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj has shape \[4, 6, 8\]"):
+        Model().load(weights)
