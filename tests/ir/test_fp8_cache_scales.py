@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from parity import truth64
+from oracles import truth64_ops as truth64
 from vllmx.ir.op import REFERENCE, IrOp, IrOpImpl, OpContext
 from vllmx.ir.select import load_ops
 

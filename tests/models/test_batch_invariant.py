@@ -172,6 +172,12 @@ def test_providers_that_depend_on_the_batch_are_refused(tmp_path: Path) -> None:
         engine(tmp_path, ir_op_priority={"rms_norm": ["cpu"]})
 
 
+def test_recurrent_layers_are_refused_as_their_chunks_depend_on_the_schedule(tmp_path) -> None:
+    save_tiny("qwen3_5", tmp_path)
+    with pytest.raises(UserError, match=r"op \w+: no provider takes it on cpu: .*other rows"):
+        engine(tmp_path)
+
+
 # ---------------------------------------------------------------- a GPU's kernels
 
 
@@ -213,7 +219,10 @@ def test_kernels_of_a_gpu_give_the_same_bits(tmp_path: Path, on_a_gpu) -> None:
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner
     layer = runner.model.model.layers[0]
     assert runner.model.model.few_tokens is None
-    assert layer.self_attn.attn.backend.__name__ == "PrefillTriton"
+    backend = layer.self_attn.attn.backend
+    assert backend.__name__ == "PrefillTriton" and backend.supports_cudagraph()
+    # Such a graph decodes some of its requests by another kernel.
+    assert not backend.supports_mixed_cudagraph() and not backend.joins_decode()
     assert layer.self_attn.fused_qkv is not None and layer.self_attn.fused_qkv._decode is None
     want = [answers(llm, [i])[0] for i in range(3)]
     assert answers(llm, [0, 1, 2]) == want

@@ -15,16 +15,16 @@ from vllmx.config import finalize
 from vllmx.engine.arg_utils import engine_args_to_config
 from vllmx.engine.startup import resolve_scheduler_limits
 from vllmx.exceptions import UserError
-from vllmx.layers.attention import attention_layers
 from vllmx.model_loader.resolve import resolve_model
 from vllmx.worker import gpu_worker
+from vllmx.worker.attn_utils import cache_layers
 from vllmx.worker.gpu_worker import Worker
 from vllmx.worker.profile_run import largest_step, profile_run
 
 LIMITS = {"max_model_len": 48, "max_num_seqs": 6, "max_num_batched_tokens": 50}
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3_5"])
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny") / request.param
     save_tiny(request.param, path)
@@ -39,6 +39,10 @@ def config_of(folder, **kwargs):
     resolve_model(config)
     resolve_scheduler_limits(config)
     return config
+
+
+def as_tuple(cache: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return cache if isinstance(cache, tuple) else (cache,)
 
 
 def worker_of(folder, **kwargs) -> Worker:
@@ -103,8 +107,10 @@ def test_nothing_is_left_of_it_and_answers_are_the_same(folder) -> None:
     core = llm.llm_engine.engine_core.engine_core
     runner = core.model_executor.driver_worker.model_runner
     profile_run(runner)
-    layers = attention_layers(runner.model).values()
-    caches = [weakref.ref(layer.kv_cache.untyped_storage()) for layer in layers]
+    layers = cache_layers(runner.model).values()
+    tensors = [t for layer in layers for t in as_tuple(layer.kv_cache)]
+    caches = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+    del tensors
     tables = weakref.ref(runner.block_tables)
     runner.release_kv_cache()
     gc.collect()

@@ -124,6 +124,11 @@ class PrefillTriton(TritonAttentionBackend):
         return PrefillTritonBuilder
 
     @classmethod
+    def supports_mixed_cudagraph(cls) -> bool:
+        """A graph of any batch decodes some requests by another kernel than it prefills others."""
+        return False
+
+    @classmethod
     def joins_decode(cls) -> bool:
         """Decodes go the way of prefills."""
         return False

@@ -87,7 +87,7 @@ class GPUSteps:
     @torch.inference_mode()
     def profile_cudagraph_memory(self) -> int:
         """Bytes that the graphs will take, by a few that are captured and dropped again."""
-        if not self.cudagraph_manager.needs_capture():
+        if not self.cudagraph_manager.sizes:
             return 0
         taken = self._capture_mixed() + self.cudagraph_manager.profile_memory()
         if self.mixed_graph is not None:
