@@ -51,6 +51,8 @@ def told(root, rows) -> tuple[str, str]:
     """(status, reason) of the feature as things are in `root`."""
     listed = Listed(root)
     feature = spell_out(DECLARED, listed, ROOT)
+    here = tuple(cell for cell in feature.cells if cell.device == "cpu")
+    feature = dataclasses.replace(feature, cells=here)
     assert len(feature.cells) == len(CELLS) >= 12
     cells = [*feature.cells, *unasked(feature, by_key(rows))]
     closures = {cell.key: found for cell in cells if (found := listed.closure(cell))}
