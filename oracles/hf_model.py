@@ -59,6 +59,10 @@ def compute(job: Job) -> Answer:
         for row in range(len(scores)):
             answer.add(ids[row].numpy(), values[row], following[row], best[row])
     answer.stream = _stream(model, answer.sequences[-1])
+    if job.layer is not None:
+        from oracles.layer_taps import taps
+
+        answer.taps = taps(model, job.layer, answer.sequences[-1])
     return answer
 
 

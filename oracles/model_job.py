@@ -12,7 +12,9 @@ first, `lp.val` float32, their log-probabilities, `lp.next` float32, that of the
 `lp.top` int32, the most likely id; `stream` float32 [layers, rows, 64], sketches (sketch.py) of
 hidden state plus residual after each layer, for the last `sketch_tokens` tokens of the last
 sequence, or `stream.full` [layers + 1, tokens, hidden], with the embedding first, where the job
-says `full`. Metadata `oracle`: JSON of what computed.
+says `full`; where it names a `layer`, float64 `tap.f32.STEP` and `tap.f64.STEP` [tokens, width] of
+what is computed within it (layer_taps.py; transformers only). Metadata `oracle`: JSON of what
+computed, with the order of those `steps`.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Job:
     sketch_tokens: int
     ids: str | None = None
     full: bool = False
+    layer: int | None = None
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Answer:
     next: list[float] = field(default_factory=list)
     top: list[int] = field(default_factory=list)
     stream: list[np.ndarray] = field(default_factory=list)
+    taps: dict[str, np.ndarray] = field(default_factory=dict)
 
     def add(self, ids: np.ndarray, val: np.ndarray, following: float, top: int) -> None:
         """Take in one position."""
@@ -81,7 +85,8 @@ class Answer:
             layers = self.stream[1:]
             if layers:  # graphs can't be looked into
                 found["stream"] = np.stack([sketch(rows[-job.sketch_tokens :]) for rows in layers])
-        return found
+        taps = {f"tap.{name}": np.ascontiguousarray(rows) for name, rows in self.taps.items()}
+        return {**found, **taps}
 
 
 def main(
@@ -108,5 +113,7 @@ def main(
     job = Job(**json.loads(args.job.read_text()))
     answer = compute(job)
     told = {**describe(), "numpy": np.__version__, "command": f"python -m oracles.{name}"}
+    if answer.taps:
+        told["steps"] = [n.removeprefix("f64.") for n in answer.taps if n.startswith("f64.")]
     save_file(answer.tensors(job), str(args.out), {"oracle": json.dumps(told, sort_keys=True)})
     return 0

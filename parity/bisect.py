@@ -1,89 +1,227 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllmx parity bisect select=MODEL [provider=...]`: the first layer whose own error is too large.
+"""`vllmx parity bisect select=MODEL [provider=...]`: the layer and the op that an error comes from.
 
 transformers computes the stream of one sequence in full. Ours is run over the same sequence twice:
 as it is, which shows how far errors have come, and with every layer given transformers' input,
-which shows what each adds itself. A layer is blamed for its own error only. Exit code 1 if one is.
+which shows what each adds itself. The first layer whose stream is out of its floor, and that adds
+more than reached it, is blamed, and looked into step by step (bisect_steps.py). Exit code 1 if one
+is; 2 where looking changes what is computed, as then nothing that was seen is of the model itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from vllmx.config import RunConfig
 from vllmx.exceptions import UserError
 
-from . import policy
+from . import bisect_steps, policy
+from .bisect_steps import StepError, by_row, onset, relative
 from .checkpoints import oracle_folder
-from .model_golden import ask
+from .golden import GoldenError
+from .model_gate import stream_errors
+from .model_golden import ask, load
 from .model_table import FLOOR_LANE, MODELS, ModelEntry
 
-FACTOR = 10.0
-"""Times the median layer's own error at which a layer is out of line."""
+EMBEDDING = -1
+"""What stands before the first layer, as a layer."""
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """Relative errors of the stream after a layer, and where its own is largest."""
+    """Relative errors of the stream after a layer, its floor, and where its own is largest.
+
+    layer: EMBEDDING for what the first one is given; rows: its own error at each token.
+    """
 
     layer: int
     propagated: float
     local: float
     worst_token: int
     worst_channel: int
+    floor: float = 0.0
+    rows: tuple[float, ...] = ()
 
 
-def relative(want: np.ndarray, got: np.ndarray) -> float:
-    """|got - want| / |want|."""
-    return float(np.linalg.norm(got - want) / max(float(np.linalg.norm(want)), 1e-12))
+@dataclass(frozen=True)
+class Bisected:
+    """What came of a bisect."""
+
+    errors: list[LayerError]
+    layer: int | None
+    steps: list[StepError]
+    step: StepError | None
+    intrusive: bool
+    smallest: float
 
 
 def compare(
-    want: np.ndarray, propagated: list[np.ndarray], local: list[np.ndarray]
+    want: np.ndarray,
+    propagated: Sequence[np.ndarray],
+    local: Sequence[np.ndarray],
+    floors: Sequence[float] = (),
 ) -> list[LayerError]:
-    """Errors of each layer; all are [layers + 1] streams of [tokens, hidden], embedding first."""
+    """Errors of the embedding and of each layer; all are [layers + 1] streams of [tokens, hidden],
+    embedding first. floors: how far two oracles are from each other after each layer."""
     found = []
-    for layer in range(len(want) - 1):
-        apart = np.abs(local[layer + 1] - want[layer + 1])
+    for index, true in enumerate(want):
+        # What is in front of the first layer has had no other input.
+        own = propagated[0] if index == 0 else local[index]
+        apart = np.nan_to_num(np.abs(own - true), nan=np.inf)
         token, channel = np.unravel_index(int(apart.argmax()), apart.shape)
         found.append(
             LayerError(
-                layer,
-                relative(want[layer + 1], propagated[layer + 1]),
-                relative(want[layer + 1], local[layer + 1]),
+                index - 1,
+                relative(true, propagated[index]),
+                relative(true, own),
                 int(token),
                 int(channel),
+                float(floors[index - 1]) if index and len(floors) else 0.0,
+                tuple(by_row(true, own).tolist()),
             )
         )
     return found
 
 
-def blame(errors: list[LayerError], smallest: float) -> int | None:
-    """The first layer whose own error is above `smallest` and out of line with the others."""
-    median = float(np.median([error.local for error in errors]))
-    for error in errors:
-        if error.local > max(smallest, FACTOR * median) or not np.isfinite(error.local):
+def blame(errors: Sequence[LayerError], smallest: float) -> int | None:
+    """The first layer whose stream is off by more than `smallest` and twice its floor, and that
+    adds more by itself than had reached it. Where errors creep up and no layer does, the one of
+    those so far that adds most."""
+    before = 0.0
+    for place, error in enumerate(errors):
+        if not (np.isfinite(error.propagated) and np.isfinite(error.local)):
             return error.layer
-    # Where every layer is wrong alike, none is out of line, and the first is where it begins.
-    return 0 if median > 100 * smallest else None
+        limit = max(smallest, 2 * error.floor)
+        if error.propagated > limit:
+            if error.local > before:
+                return error.layer
+            return max(errors[: place + 1], key=lambda e: e.local).layer
+        before = error.propagated
+    return None
 
 
-def bisect(entry: ModelEntry, provider: str) -> tuple[list[LayerError], int | None]:
-    """(errors by layer, the one to blame or None) of a model; OracleBlocked without an oracle."""
-    from .model_engine import build, streams
+def bisect(entry: ModelEntry, provider: str) -> Bisected:
+    """What a model's errors come from; OracleBlocked without transformers."""
+    from .model_engine import build
 
     sequence = entry.forced()[-1]
     job = {**entry.job(str(oracle_folder(entry))), "prompts": [], "forced": [sequence]}
     answer, _ = ask(FLOOR_LANE, {**job, "full": True})
-    want = answer["stream.full"]
     llm = build(entry, provider, "cpu", chunked=False)
+    smallest = policy.load().models[provider].stream
     try:
-        errors = compare(want, streams(llm, sequence), streams(llm, sequence, graft=want))
+        return look(llm, sequence, answer["stream.full"], floors_of(entry), smallest, job)
     finally:
         llm.shutdown()
-    return errors, blame(errors, policy.load().models[provider].stream)
+
+
+def look(
+    llm: Any,
+    sequence: list[int],
+    want: np.ndarray,
+    floors: Sequence[float],
+    smallest: float,
+    job: dict[str, Any],
+) -> Bisected:
+    """The same of an engine and of transformers' stream `want`; `job` asks for more of it."""
+    from .model_engine import provider_of, streams
+
+    plain = last_logits(llm, sequence)
+    propagated, watched = streams(llm, sequence), last_logits(llm, sequence, tap=True)
+    errors = compare(want, propagated, streams(llm, sequence, graft=want), floors)
+    layer, steps = blame(errors, smallest), []
+    if layer is not None and layer != EMBEDDING:
+        told, oracle = ask(FLOOR_LANE, {**job, "full": True, "layer": layer})
+        ours = layer_steps(llm, sequence, layer, want)
+        steps = bisect_steps.compare(oracle["steps"], told, ours, provider_of(llm))
+    step = bisect_steps.blame(steps, smallest)
+    return Bisected(errors, layer, steps, step, plain != watched, smallest)
+
+
+def last_logits(llm: Any, sequence: list[int], tap: bool = False) -> bytes:
+    """The bytes of the logits after a sequence, with its layers watched or not."""
+    from .model_engine import SamplingParams, generate, model_of, tapped
+
+    model, seen = model_of(llm), []
+    inner = model.compute_logits
+
+    def compute_logits(hidden_states: Any) -> Any:
+        logits = inner(hidden_states)
+        seen.append(logits.float().cpu().numpy().tobytes())
+        return logits
+
+    model.compute_logits = compute_logits
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    try:
+        with tapped(llm) if tap else nullcontext():
+            generate(llm, [sequence], params)
+    finally:
+        del model.compute_logits
+    return b"".join(seen)
+
+
+def layer_steps(
+    llm: Any, sequence: list[int], layer: int, graft: np.ndarray
+) -> dict[str, np.ndarray]:
+    """The steps of a layer (bisect_steps.py), every layer given its input of `graft`."""
+    from .model_engine import model_of, streams
+
+    module = model_of(llm).model.layers[layer]
+    with bisect_steps.recorded(module, len(sequence)) as steps:
+        streams(llm, sequence, graft)
+    return steps
+
+
+def floors_of(entry: ModelEntry) -> list[float]:
+    """How far the oracles' streams are from each other after each layer; none without goldens."""
+    try:
+        want, floor = load(entry)
+    except GoldenError as error:
+        print(f"no floor: {error}")
+        return []
+    return [float(value) for value in stream_errors(want.stream, floor.stream)]
+
+
+def told(name: str, found: Bisected) -> str:
+    """The report of a bisect."""
+    lines = ["layer  propagated       floor       local  worst token, channel"]
+    for error in found.errors:
+        mark = "  <- first out of line" if error.layer == found.layer else ""
+        layer = "embed" if error.layer == EMBEDDING else f"{error.layer:5d}"
+        figures = f"{error.propagated:10.3g}  {error.floor:10.3g}  {error.local:10.3g}"
+        lines.append(f"{layer}  {figures}  {error.worst_token}, {error.worst_channel}{mark}")
+    if found.steps:
+        width = max(len(step.name) for step in found.steps)
+        lines.append(f"\n{'step':{width}}       error       floor  worst token, channel")
+        for step in found.steps:
+            mark = "  <- first out of line" if step is found.step else ""
+            figures = f"{step.error:10.3g}  {step.floor:10.3g}  {step.token}, {step.channel}"
+            lines.append(f"{step.name:{width}}  {figures}{mark}")
+    if found.intrusive:
+        lines.append("INTRUSIVE: with its layers watched the model computes other logits")
+    lines.append(f"{name}: {verdict(found)}")
+    return "\n".join(lines)
+
+
+def verdict(found: Bisected) -> str:
+    """Where to look, in words."""
+    if found.layer is None:
+        return "no layer is out of line"
+    if found.layer == EMBEDDING:
+        return f"look at the embedding, {onset(found.errors[0].rows, found.smallest)}"
+    where = next(e for e in found.errors if e.layer == found.layer)
+    if found.step is None:
+        return (
+            f"look at layer {found.layer}, {onset(where.rows, found.smallest)}; none of its steps "
+            "is out of line by itself"
+        )
+    place = onset(found.step.rows, found.smallest)
+    return f"look at layer {found.layer}, {found.step.words}: {found.step.error:.3g}, {place}"
 
 
 def run(config: RunConfig) -> int:
@@ -91,14 +229,8 @@ def run(config: RunConfig) -> int:
     name = (config.parity.select or "").removeprefix("model.")
     if name not in MODELS:
         raise UserError(f"parity bisect select={name}: choose one of {', '.join(MODELS)}.")
-    errors, layer = bisect(MODELS[name], config.parity.provider or "torch")
-    print("layer  propagated       local  worst token, channel")
-    for error in errors:
-        mark = "  <- first out of line" if error.layer == layer else ""
-        place = f"{error.worst_token}, {error.worst_channel}"
-        print(f"{error.layer:5d}  {error.propagated:10.3g}  {error.local:10.3g}  {place}{mark}")
-    if layer is None:
-        print(f"{name}: no layer is out of line")
-        return 0
-    print(f"{name}: look at layer {layer}")
-    return 1
+    found = bisect(MODELS[name], config.parity.provider or "torch")
+    print(told(name, found))
+    if found.intrusive:
+        return 2
+    return 0 if found.layer is None else 1

@@ -223,6 +223,19 @@ class Listed:
             return closure_of(self._mutants[cell.feature.removeprefix("mutant.")], self.root)
         return self._closures.get(cell.kind)
 
+    def refusal(self, cell: Cell) -> str:
+        """Why a cell of an op that nothing asks for can't be run now; empty if it could.
+
+        A library or a device that is missing here is no refusal: the cell can be run elsewhere.
+        """
+        from .op_cells import DEVICES
+
+        if cell.kind != "op" or cell.device not in DEVICES:
+            return ""
+        found = self._refusals(cell.device, cell.feature)
+        gone = f"there is no provider {cell.provider} any more"
+        return found.get((cell.case, cell.provider), gone)
+
     def policy_sha(self) -> str:
         """sha256 of the limits."""
         return policy.load(self.root / "parity" / policy.POLICY.name).sha256
@@ -240,6 +253,20 @@ class Listed:
 
         listed = self._model_cells.get(cell.key[:3])
         return None if listed is None else closure_of(listed)
+
+    def _refusals(self, device: str, feature: str) -> dict[tuple[str, str], str]:
+        from .op_cells import expected
+
+        if (device, feature) not in self._refused:
+            self._refused[device, feature] = {
+                (cell.case_name, cell.provider): cell.refused
+                for cell in expected(device, f"{feature}/")
+            }
+        return self._refused[device, feature]
+
+    @cached_property
+    def _refused(self) -> dict[tuple[str, str], dict[tuple[str, str], str]]:
+        return {}
 
     @cached_property
     def _model_cells(self) -> dict[tuple[str, ...], ModelCell]:

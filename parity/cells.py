@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from . import libraries
 from .features import CANARY, Declared
 from .status import Cell, Feature, Golden
 
@@ -44,6 +46,9 @@ class Catalogue(Protocol):
     def closure(self, cell: Cell) -> Mapping[str, str] | None:
         """The closure of the code that a cell runs; None if there is none."""
 
+    def refusal(self, cell: Cell) -> str:
+        """Why a cell of an op that nothing asks for can't be run now; empty if it could."""
+
     def policy_sha(self) -> str:
         """sha256 of the limits."""
 
@@ -51,11 +56,13 @@ class Catalogue(Protocol):
 def spell_out(declared: Declared, catalogue: Catalogue, root: Path) -> Feature:
     """`declared` with its files looked up and its needs as cells, each once."""
     files, absent = ours(declared, root)
+    imports = libraries.imported(files, root)
     cells: dict[tuple[str, ...], Cell] = {}
     for kind, names in declared.needs.items():
         for name in names:
             for cell in _cells(declared.id, kind, name, catalogue):
-                cells.setdefault(cell.key, cell)
+                own = kind in ("tests", "upstream")
+                cells.setdefault(cell.key, replace(cell, imports=imports) if own else cell)
     if declared.id == CANARY:
         cells |= {cell.key: cell for cell in catalogue.canary()}
     return Feature(
@@ -68,6 +75,7 @@ def spell_out(declared: Declared, catalogue: Catalogue, root: Path) -> Feature:
         lacks=declared.lacks,
         cells=tuple(cells.values()),
         watched=(*_probes(tuple(cells.values())), *catalogue.mutants(files)),
+        dropped=tuple((words.split()[0], words.split()[1]) for words in declared.dropped),
     )
 
 

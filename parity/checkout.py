@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from . import cells, evidence, features
+from . import cells, evidence, features, libraries
 from .behaviour import Closures
 from .catalogue import Listed
 from .cells import Catalogue
@@ -69,7 +69,8 @@ class Checkout:
     @cached_property
     def policy(self) -> Policy:
         """The limits."""
-        return Policy(sha=self.catalogue.policy_sha())
+        versions = libraries.load(self.parity / libraries.FILE)
+        return Policy(sha=self.catalogue.policy_sha(), versions=versions)
 
     @cached_property
     def by_id(self) -> dict[str, Feature]:
@@ -102,7 +103,8 @@ class Checkout:
     def statuses(self, now: dt.datetime) -> list[FeatureStatus]:
         """The rows of the ledger at the time `now`."""
         evidence = self.evidence
-        return status(self.features, self.goldens, evidence, self.closures, self.policy, now)
+        known = (self.closures, self.policy, now, self.refusals)
+        return status(self.features, self.goldens, evidence, *known)
 
     @cached_property
     def closures(self) -> dict[Key, Mapping[str, str]]:
@@ -111,6 +113,13 @@ class Checkout:
         extra = [cell for feature in self.features for cell in unasked(feature, rows)]
         wanted: Sequence[Cell] = [c for f in self.features for c in (*f.cells, *f.watched)] + extra
         return {cell.key: found for cell in wanted if (found := self.closure(cell)) is not None}
+
+    @cached_property
+    def refusals(self) -> dict[Key, str]:
+        """Why cells that evidence tells of, and nothing asks for, could not be run any more."""
+        rows = by_key(self.evidence)
+        cells = [cell for feature in self.features for cell in unasked(feature, rows)]
+        return {cell.key: why for cell in cells if (why := self.catalogue.refusal(cell))}
 
     def as_of(self) -> dt.datetime:
         """The time of the newest evidence: what is rendered then is the same on any day."""

@@ -71,6 +71,8 @@ class Result:
 
     checks: dict[str, Check] = field(default_factory=dict)
     drift: list[str] = field(default_factory=list)
+    worst: tuple[int, ...] = ()
+    """Indices of the element that is farthest off; none where nothing differs."""
 
     @property
     def ok(self) -> bool:
@@ -101,7 +103,7 @@ def compare_exact(x: Array, g: Array) -> Result:
     equal = same.all(axis=-1)
     if g.is_float:
         equal |= np.isnan(x.values()) & np.isnan(g.values())
-    return Result({"bits": Check(float((~equal).sum()), 0.0)})
+    return Result({"bits": Check(float((~equal).sum()), 0.0)}, worst=_place(~equal))
 
 
 def compare_float(
@@ -119,10 +121,21 @@ def compare_float(
     result = Result({"finite": Check(float(unlike), 0.0)})
     errors = Errors.of(true, gold, g.dtype, floor or Floor())
     result.checks |= errors.checks(mine, limits)
+    far = np.abs(mine - true) / np.maximum(errors.worst, 1e-300)
+    # What is not finite in one of them only is farther than any number.
+    odd = np.isfinite(x.values()) != np.isfinite(t)
+    result.worst = _place(np.where(odd, np.inf, far.reshape(t.shape)))
     if drift is not None:
         crossed = errors.checks(mine, drift)
         result.drift = [name for name, check in crossed.items() if not check.ok]
     return result
+
+
+def _place(amount: np.ndarray) -> tuple[int, ...]:
+    """Indices of the largest amount, the first of several; none where all are zero."""
+    if not amount.any():
+        return ()
+    return tuple(int(i) for i in np.unravel_index(int(amount.argmax()), amount.shape))
 
 
 def golden_fault(g: Array, t: np.ndarray, cap: float = 4.0, dtype: str | None = None) -> str | None:

@@ -42,7 +42,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from . import source_stamp
+from . import evidence_index, source_stamp
+from .libraries import NAMES
 from .source_stamp import OUTPUTS
 
 SCHEMA = 1
@@ -72,7 +73,6 @@ FIELDS = {
 ISSUE = re.compile(r"(issue |#)\d+|https://\S+")
 """What the reason of a retraction must name."""
 OPTIONAL = {"reason": str, "retracts": str, "details": dict}
-LIBRARIES = ("torch", "numpy", "triton")
 
 Row = dict[str, Any]
 
@@ -145,12 +145,14 @@ def append(rows: Iterable[Row], folder: Path = EVIDENCE) -> Path:
     partial = path.with_suffix(f".{os.getpid()}.partial")
     partial.write_bytes(text)
     os.replace(partial, path)
+    evidence_index.enter(folder)
     return path
 
 
 def load(folder: Path = EVIDENCE) -> list[Row]:
-    """All rows of `folder`, oldest file first; EvidenceError on a damaged or changed line, and on
-    a file from which lines were taken: its name has the hash of what it was written with."""
+    """All rows of `folder`, oldest file first; EvidenceError on a damaged or changed line, on a
+    file from which lines were taken (its name has the hash of what it was written with), and where
+    a whole file is gone (evidence_index.py)."""
     rows: list[Row] = []
     for path in sorted(folder.glob("*.jsonl")):
         data = path.read_bytes()
@@ -166,6 +168,10 @@ def load(folder: Path = EVIDENCE) -> list[Row]:
                 f"{path.name}: rows were taken out of it or added since it was written; "
                 f"`git log -p -- parity/evidence/{path.name}` shows which"
             )
+    try:
+        evidence_index.check(folder)
+    except evidence_index.ListError as error:
+        raise EvidenceError(str(error)) from error
     return rows
 
 
@@ -197,7 +203,7 @@ def run_facts(root: Path = ROOT) -> dict[str, Any]:
         "dirty": dirty,
         "python": platform.python_version(),
         "machine": f"{sys.platform}-{platform.machine()}",
-        **{name: _version(name) for name in LIBRARIES},
+        **{name: _version(name) for name in NAMES},
     }
 
 

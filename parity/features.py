@@ -6,6 +6,7 @@ id, which files of ours are the feature and by what it is to be shown:
 
     ours: [paths]       files or globs of vllmx
     lacks: [words]      parts of the feature that are not built
+    dropped: [words]    "op.NAME PROVIDER why": that provider takes less of the op than it once did
     ops: [names]        ops of the op table: every case, provider and device of each
     models: [names]     models of parity/goldens/models, in every mode
     text: [prefixes]    specs of parity/text_cases.py, KIND or KIND/CASE
@@ -47,6 +48,7 @@ class Declared:
     ours: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
     needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
 
 
 def load(inventory: Path = INVENTORY, features: Path = FEATURES) -> list[Declared]:
@@ -80,7 +82,7 @@ def read_inventory(path: Path = INVENTORY) -> list[tuple[str, str, str, str]]:
 def _declared(
     row: tuple[str, str, str, str], entry: Mapping[str, list[str]], path: Path
 ) -> Declared:
-    known = {"ours", "lacks", *NEEDS}
+    known = {"ours", "lacks", "dropped", *NEEDS}
     if unknown := entry.keys() - known:
         raise UserError(
             f"{path}: {row[0]}: no key {', '.join(sorted(unknown))}; "
@@ -92,7 +94,13 @@ def _declared(
     needs = {kind: tuple(entry[kind]) for kind in NEEDS if entry.get(kind)}
     if needs and not entry.get("ours"):
         raise UserError(f"{path}: {row[0]}: it needs evidence, but names no file of ours.")
-    return Declared(*row, tuple(entry.get("ours", ())), tuple(entry.get("lacks", ())), needs)
+    dropped = tuple(entry.get("dropped", ()))
+    if short := [words for words in dropped if len(words.split()) < 4]:
+        raise UserError(
+            f"{path}: {row[0]}.dropped: {short[0]!r} needs op, provider and the reason."
+        )
+    lacks = tuple(entry.get("lacks", ()))
+    return Declared(*row, tuple(entry.get("ours", ())), lacks, needs, dropped)
 
 
 def selected(features: list[Declared], select: str | None, tier: str | None) -> list[Declared]:

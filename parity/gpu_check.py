@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One GPU, checked and timed in one call: ops, attention, engines as graphs and eagerly, figures.
 
-    python parity/gpu_check.py --out FOLDER [--commit NAME] [--only ops,tiny,memory,...]
+    python parity/gpu_check.py --out FOLDER [--commit NAME] [--only ops,tiny,...]
 
 Each section prints its verdicts and writes FOLDER/gpu_check.json as it goes, so that a run that is
 cut short has shown something. Weights are dummies of seeded noise; nothing is fetched.
@@ -540,6 +540,7 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "speed": check_speed,
     "eager": check_eager,
     "memory": lambda report: _section("gpu_memory", "check_memory", report),
+    "invariant": lambda report: _section("gpu_invariant", "check_invariant", report),
 }
 
 

@@ -46,7 +46,11 @@ def upstream_noise(lanes: dict[str, np.ndarray], other: str) -> dict[str, float]
         for step in range(until):
             theirs = dict(zip(lanes[f"{other}_ids"][row, step], lanes[f"{other}_lp"][row, step]))
             base = zip(lanes[f"{BASE}_ids"][row, step], lanes[f"{BASE}_lp"][row, step])
-            found += [theirs[token] - value for token, value in base if token in theirs]
+            found += [
+                theirs[token] - value
+                for token, value in base
+                if token in theirs and np.isfinite((value, theirs[token])).all()
+            ]
     return figures(np.array(found, dtype=np.float64))
 
 
@@ -63,6 +67,8 @@ def forced(llm: Any, prompts: list[list[int]], lanes: dict[str, np.ndarray]) -> 
         for step in range(tokens.shape[1]):
             ours = output.prompt_logprobs[start + step]
             for token, value in zip(ids[row, step].tolist(), values[row, step].tolist()):
+                if not np.isfinite(value):
+                    continue  # a list that was shorter
                 if token in ours:
                     found.append(ours[token].logprob - value)
                 else:

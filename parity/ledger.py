@@ -19,7 +19,7 @@ from typing import Any
 
 from vllmx.config import RunConfig
 
-from . import features
+from . import evidence_index, features
 from .checkout import Checkout
 from .features import CANARY
 from .status import STATUSES, FeatureStatus
@@ -56,6 +56,8 @@ def troubles(checkout: Checkout, rows: Sequence[FeatureStatus]) -> list[str]:
         found.append(f"there is no canary row {CANARY}")
     elif canary[0].status != "RED":
         found.append(f"the canary is {canary[0].status} ({canary[0].reason}); it must be RED")
+    if gone := evidence_index.removed(checkout.root):
+        found.append(f"evidence was removed or changed by commits: {', '.join(gone[:5])}")
     return found
 
 
@@ -84,6 +86,7 @@ def as_json(row: FeatureStatus) -> dict[str, Any]:
         "proven": row.proven,
         "headroom": [round(value, 3) for value in row.headrooms] if row.headrooms else None,
         "mutants": {"killed": killed, "required": mutants} if mutants else None,
+        "lost": row.lost,
         "canary": feature.id == CANARY,
     }
 
@@ -183,6 +186,9 @@ def check(checkout: Checkout, folder: Path | None = None) -> int:
     stale = stale_files(folder, render(rows, as_of))
     for name, words in stale.items():
         print(f"stale: {folder / name}: {words}; `vllmx parity ledger` writes it anew")
+    if missing := evidence_index.unlisted(checkout.evidence_folder):
+        stale[evidence_index.INDEX] = f"it lacks {missing[0]}"
+        print(f"stale: {evidence_index.INDEX} lacks {', '.join(missing)}; the next run lists them")
     for trouble in (found := troubles(checkout, rows)):
         print(f"INVALID: {trouble}", file=sys.stderr)
     if not stale and not found:

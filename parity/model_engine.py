@@ -39,6 +39,8 @@ def build(entry: ModelEntry, provider: str, device: str, chunked: bool, eager: b
         enable_prefix_caching=chunked,
         skip_tokenizer_init=True,
         enforce_eager=eager,
+        # What a float32 checkpoint is computed in on a GPU, unless it is told, is bfloat16.
+        **({"dtype": "float32"} if entry.tiny else {}),
         **({"max_num_batched_tokens": CHUNK, "max_num_seqs": 16} if chunked else {}),
     )
     run.kernel.default_priority = list(PROVIDERS[provider])
@@ -58,7 +60,7 @@ def scored(llm: LLM, want: Scores, one_by_one: bool) -> Ours:
     groups = [[s] for s in want.sequences] if one_by_one else [want.sequences]
     position = 0
     with logit_steps(llm) as steps:
-        answers = [_generate(llm, group, params) for group in groups]
+        answers = [generate(llm, group, params) for group in groups]
     for group, outputs in zip(groups, answers):
         for sequence, output in zip(group, outputs):
             assert output.prompt_logprobs is not None
@@ -97,10 +99,10 @@ def cache_misses(llm: LLM, prompts: list[list[int]]) -> int:
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     block_size = llm.llm_engine.vllm_config.cache_config.block_size
     assert block_size is not None
-    _generate(llm, prompts, params)
+    generate(llm, prompts, params)
     hits = [
         bool(output.num_cached_tokens)
-        for output, prompt in zip(_generate(llm, prompts, params), prompts)
+        for output, prompt in zip(generate(llm, prompts, params), prompts)
         if len(prompt) > block_size
     ]
     return hits.count(False) if hits else len(prompts)
@@ -120,7 +122,7 @@ def decoded(
     rows = _Rows()
     asked = [i % len(prompts) for i in range(len(prompts) if batch is None else batch)]
     with logit_steps(llm) as steps:
-        outputs = _generate(llm, [prompts[i] for i in asked], params)
+        outputs = generate(llm, [prompts[i] for i in asked], params)
     for index, output in zip(asked, outputs, strict=True):
         sequence = want.sequences[index]
         completion = output.outputs[0]
@@ -134,7 +136,8 @@ def decoded(
     return rows.ours(steps)
 
 
-def _generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+    """The answers to prompts of token ids."""
     return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
 
@@ -234,8 +237,15 @@ def tapped(llm: LLM, graft: np.ndarray | None = None) -> Iterator[list[np.ndarra
 def streams(llm: LLM, sequence: list[int], graft: np.ndarray | None = None) -> list[np.ndarray]:
     """The stream of one sequence computed alone: [tokens, hidden] before and after each layer."""
     with tapped(llm, graft) as seen:
-        _generate(llm, [sequence], SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
+        generate(llm, [sequence], SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
     return seen
+
+
+def provider_of(llm: LLM) -> dict[str, str]:
+    """Op -> the provider that serves it in an engine of this process."""
+    core: Any = llm.llm_engine.engine_core
+    ops = core.engine_core.model_executor.driver_worker.model_runner.ops
+    return {name: choice.provider for name, choice in sorted(ops.choices.items())}
 
 
 def sketches(llm: LLM, sequence: list[int]) -> np.ndarray:

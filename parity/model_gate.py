@@ -150,6 +150,19 @@ def tie_of(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> float
     return max(2 * got.ulp, 4 * sigma, limits.tie)
 
 
+def farthest(want: Scores, got: Ours) -> dict[str, int | str]:
+    """The position at which the oracle's likeliest token is farthest off, and by how much."""
+    top = got.at(want.ids[got.where][:, :1])[:, 0] - want.val[got.where][:, 0]
+    row = int(np.nan_to_num(np.abs(top), nan=np.inf).argmax())
+    position = int(got.where[row])
+    return {
+        "sequence": int(want.owners[position]),
+        "place": int(want.places[position]),
+        "token": int(want.ids[position][0]),
+        "off": f"{top[row]:.3g}",
+    }
+
+
 def _flips(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[str, Check]:
     """Exact share, flips that no near tie excuses, and how many are excused."""
     at = got.where

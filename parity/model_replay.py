@@ -14,7 +14,7 @@ from . import closure, evidence, golden, policy
 from .compare import Check
 from .evidence import Row, make_row
 from .golden import GoldenError
-from .model_gate import classes, judge, stream_errors, tie_of
+from .model_gate import classes, farthest, judge, stream_errors, tie_of
 from .model_golden import Scores, load, weights_sha
 from .model_table import FLOOR_LANE, GOLDEN_LANE, MODELS, ModelCell, ModelEntry
 from .op_replay import C_SOURCES, device_facts
@@ -127,6 +127,7 @@ class ModelLane:
             checks |= {f"{part}.{k}": c for k, c in judge(want, floor, ours, limits).items()}
             details[f"{part}.positions"] = len(ours.where)
             details[f"{part}.tie"] = float(f"{tie_of(want, floor, ours, limits):.4g}")
+            details.setdefault("worst", {})[part] = farthest(want, ours)
             of_class = classes(want, ours.where)
             details |= {f"{part}.{name}.positions": len(rows) for name, rows in of_class.items()}
             if part == "prefill":
@@ -184,9 +185,9 @@ class ModelLane:
 
 def _proof(llm: Any) -> dict[str, Any]:
     """Which provider served each op of the model."""
-    core = llm.llm_engine.engine_core
-    choices = core.engine_core.model_executor.driver_worker.model_runner.ops.choices
-    return {"selected": {name: choice.provider for name, choice in sorted(choices.items())}}
+    from .model_engine import provider_of
+
+    return {"selected": provider_of(llm)}
 
 
 def _teeth(want: Scores, floor: Scores, limits: Any) -> dict[str, bool]:

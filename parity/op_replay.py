@@ -126,7 +126,7 @@ class Lane:
         judge = _Judge(self, cell, found, truth)
         if fault := judge.contradiction():
             return {"verdict": "error", "reason": f"golden and float64 truth disagree: {fault}"}
-        checks, drift = judge.outputs(first)
+        checks, drift, worst = judge.outputs(first)
         unlike = sum(kept.get(name) != value.tobytes() for name, value in again.items())
         checks["repeat"] = Check(float(unlike), 0.0)
         failed = [name for name, check in checks.items() if not check.ok]
@@ -139,8 +139,10 @@ class Lane:
         }
         if failed:
             row["reason"] = "; ".join(_words(name, checks[name]) for name in failed)
+        if worst:
+            row["details"] = {"worst": worst}
         if drift:
-            row["details"] = {"drift": ", ".join(drift)}
+            row["details"] = {**row.get("details", {}), "drift": ", ".join(drift)}
         toothless = sorted(name for name, caught in row["teeth"].items() if not caught)
         if toothless or not row["teeth"]:
             missed = ", ".join(toothless) or "anything"
@@ -198,9 +200,11 @@ class _Judge:
         )
         return next(filter(None, told), "")
 
-    def outputs(self, got: Outputs) -> tuple[dict[str, Check], list[str]]:
-        """All checks by name, and those that drift."""
-        want = self.golden.outputs()
+    def outputs(
+        self, got: Outputs
+    ) -> tuple[dict[str, Check], list[str], dict[str, dict[str, Any]]]:
+        """All checks by name, those that drift, and by output where it is farthest off."""
+        want, worst = self.golden.outputs(), {}
         checks = {"outputs": Check(float(len(got.keys() ^ want.keys())), 0.0)}
         drift: list[str] = []
         for name in want.keys() & got.keys():
@@ -208,7 +212,18 @@ class _Judge:
             prefix = "" if len(want) == 1 else f"{name}."
             checks |= {f"{prefix}{k}": check for k, check in result.checks.items()}
             drift += [f"{prefix}{k}" for k in result.drift]
-        return dict(sorted(checks.items())), drift
+            if result.worst:
+                worst[name] = self._element(name, got[name], result.worst)
+        return dict(sorted(checks.items())), drift, worst
+
+    def _element(self, name: str, got: Array, place: tuple[int, ...]) -> dict[str, Any]:
+        """Where an output is farthest off, and what stands there: in words, as evidence has no
+        infinities."""
+        found: dict[str, Any] = {"at": list(place), "ours": f"{got.values()[place]:.9g}"}
+        found["golden"] = f"{self.golden.outputs()[name].values()[place]:.9g}"
+        if self.truth is not None and self.cell.entry.kind_of(name) != EXACT:
+            found["truth"] = f"{self.truth[name][place]:.9g}"
+        return found
 
     def one(self, name: str, value: Array) -> Result:
         """The result of one output."""

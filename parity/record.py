@@ -138,12 +138,12 @@ class Answers:
 def ask_all(
     select: str | None = None,
     oracle: str | None = None,
-    ops: Mapping[str, OpEntry] = OPS,
+    ops: Mapping[str, OpEntry] | None = None,
 ) -> Answers:
-    """Every selected case of `ops`, asked of `oracle` or of the one named for its op."""
+    """Every selected case of `ops` (None: all), asked of `oracle` or of the one its op names."""
     wanted = [word.strip() for word in select.split(",")] if select else [""]
     by_oracle: dict[str, list[tuple[OpEntry, Case, str, Arguments]]] = defaultdict(list)
-    for entry in ops.values():
+    for entry in (OPS if ops is None else ops).values():
         if oracle is not None and oracle != entry.oracle:
             continue
         for case in entry.cases:
@@ -189,7 +189,7 @@ def record(
     oracle: str | None = None,
     folder: Path = golden.OPS,
     check: bool = False,
-    ops: Mapping[str, OpEntry] = OPS,
+    ops: Mapping[str, OpEntry] | None = None,
 ) -> int:
     """Write goldens, their index and their floors; returns the exit code of the verb.
 
@@ -202,7 +202,7 @@ def record(
     known = calibrate.Floors(folder).entries
     for recorded in answers.answers:
         fault = recorded.fault()
-        if fault.startswith(ORACLE_FAILS) and ops is not OPS:
+        if fault.startswith(ORACLE_FAILS) and ops is not None:
             declined[recorded.golden] = fault.removeprefix(ORACLE_FAILS)
             continue
         if fault:
@@ -220,7 +220,7 @@ def record(
             changed += 1
             print(f"{recorded.golden}: another floor, the limits are multiples of it")
     if floors and not check:
-        if ops is not OPS:
+        if ops is not None:
             text = json.dumps(declined, indent=1, sort_keys=True)
             (folder / golden.REFUSED).write_text(text + "\n")
         calibrate.write(floors, folder)

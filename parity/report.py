@@ -16,6 +16,7 @@ from . import report_html, report_md
 from .checkout import Checkout
 from .ledger import stale_files
 from .report_data import build
+from .report_lanes import TREND, point, trend_text
 
 
 def run(config: RunConfig) -> int:
@@ -23,7 +24,7 @@ def run(config: RunConfig) -> int:
     options = config.parity
     checkout = Checkout()
     folder = Path(options.output_dir) if options.output_dir else checkout.root / "reports"
-    texts, trouble = render(checkout)
+    texts, trouble = render(checkout, folder)
     stale = {}
     if options.check:
         stale = stale_files(folder, texts)
@@ -41,10 +42,11 @@ def run(config: RunConfig) -> int:
     return 2 if trouble else int(bool(stale))
 
 
-def render(checkout: Checkout) -> tuple[dict[str, str], list[str]]:
-    """(name -> text of the files, why the report can't be believed)."""
-    data = build(checkout, checkout.as_of())
+def render(checkout: Checkout, folder: Path | None = None) -> tuple[dict[str, str], list[str]]:
+    """(name -> text of the files, why the report can't be believed); `folder` has earlier ones."""
+    data = build(checkout, checkout.as_of(), folder)
     texts = {
+        TREND: trend_text([*data["trend"], point(data)]),
         "report.json": json.dumps(data, indent=1, sort_keys=True) + "\n",
         "parity.md": report_md.page(data),
         "parity.html": report_html.page(data),

@@ -22,14 +22,16 @@ from .features import CANARY
 from .ledger import TIERS, as_json, equation, totals, troubles
 from .mutate import CATALOGUE, catalogue, closure_of
 from .plan import join
+from .report_lanes import earlier, lanes
 from .status import STATUSES, Cell, CellStatus, FeatureStatus, by_key, judge
 
 SHOWN = 200
 """Cells of one list that are spelt out."""
 
 
-def build(checkout: Checkout, now: dt.datetime) -> dict[str, Any]:
-    """The whole report at the time `now`."""
+def build(checkout: Checkout, now: dt.datetime, reports: Path | None = None) -> dict[str, Any]:
+    """The whole report at the time `now`; `reports` has those that were written before."""
+    reports = reports or checkout.root / "reports"
     rows = checkout.statuses(now)
     by_status, by_tier = totals(rows)
     cells = [cell for row in rows if row.feature.id != CANARY for cell in row.cells]
@@ -52,6 +54,8 @@ def build(checkout: Checkout, now: dt.datetime) -> dict[str, Any]:
         "mutation": mutation(checkout, now),
         "goldens": golden_sizes(checkout.goldens_folder),
         "upstream": upstream(checkout.root),
+        "lanes": lanes(checkout.goldens_folder),
+        "trend": earlier(reports, f"{now:%Y-%m-%dT%H:%M:%SZ}"),
         "environment": environment(checkout.evidence),
         "rows": [as_json(row) for row in rows],
     }
@@ -93,9 +97,22 @@ def told(cell: CellStatus) -> dict[str, Any]:
         "status": cell.status,
         "reason": cell.reason,
         "broken": broken,
+        "worst": worst(cell),
         "evidence": cell.row["id"][:16] if cell.row else "",
         "command": cell.cell.command,
     }
+
+
+def worst(cell: CellStatus) -> str:
+    """Where the row of a cell is farthest off, and what stands there; empty if it doesn't say."""
+    found = (cell.row.get("details", {}) if cell.row else {}).get("worst", {})
+    return "; ".join(
+        f"{name}[{', '.join(map(str, place['at']))}] is {place['ours']}, "
+        + ", ".join(f"{who} {place[who]}" for who in ("golden", "truth") if who in place)
+        if "at" in place
+        else f"{name}: sequence {place['sequence']}, place {place['place']}: {place['off']}"
+        for name, place in sorted(found.items())
+    )
 
 
 def stale(cells: Iterable[CellStatus]) -> list[dict[str, Any]]:
@@ -122,11 +139,13 @@ def stale(cells: Iterable[CellStatus]) -> list[dict[str, Any]]:
 def headroom(cells: Iterable[CellStatus]) -> dict[str, Any]:
     """limit / measured of every graded cell, the ten nearest to their limit, the ten farthest."""
     found = sorted(
-        (value, cell.cell.name) for cell in cells if (value := cell.headroom) is not None
+        (value, cell.cell.name, worst(cell))
+        for cell in cells
+        if (value := cell.headroom) is not None
     )
-    pairs = [[round(value, 3), name] for value, name in found]
+    pairs = [[round(value, 3), name, place] for value, name, place in found]
     return {
-        "values": [value for value, _ in pairs],
+        "values": [value for value, *_ in pairs],
         "tightest": pairs[:10],
         "loosest": pairs[-10:][::-1] if len(pairs) > 10 else [],
     }

@@ -9,7 +9,16 @@ from typing import Any
 
 from . import svg
 from .ledger import TIERS
-from .report_md import adds_up, broken_limit, megabytes, mutation_score, share
+from .report_md import (
+    TREND_HEAD,
+    adds_up,
+    broken_limit,
+    lane_figures,
+    megabytes,
+    mutation_score,
+    share,
+    trend_rows,
+)
 from .status import STATUSES
 
 COLOURS = {
@@ -66,6 +75,8 @@ SECTIONS = (
     ("providers", "Providers"),
     ("mutation", "Planted faults"),
     ("goldens", "Goldens"),
+    ("lanes", "Oracles among themselves"),
+    ("trend", "So far"),
     ("upstream", "Upstream"),
     ("environment", "Environments"),
     ("rows", "All features"),
@@ -83,6 +94,8 @@ def page(data: Mapping[str, Any]) -> str:
         "providers": _providers(data["providers"]),
         "mutation": _mutation(data["mutation"]),
         "goldens": _goldens(data["goldens"]),
+        "lanes": _lanes(data["lanes"]),
+        "trend": _trend(data["trend"]),
         "upstream": _upstream(data["upstream"]),
         "environment": _environment(data["environment"]),
         "rows": _rows(data["rows"]),
@@ -180,11 +193,12 @@ def _red(cells: Sequence[Mapping[str, Any]]) -> str:
             c["cell"],
             c["reason"],
             broken_limit(c["broken"]),
+            c["worst"],
             _code(c["command"]),
         ]
         for c in cells
     ]
-    return _table(["", "cell", "why", "limit", "again with"], rows, "none")
+    return _table(["", "cell", "why", "limit", "worst at", "again with"], rows, "none")
 
 
 def _stale(entries: Sequence[Mapping[str, Any]]) -> str:
@@ -199,7 +213,7 @@ def _headroom(found: Mapping[str, Any]) -> str:
     if not found["values"]:
         return '<p class="soft">no data</p>'
     chart = svg.histogram(found["values"], EDGES, 1.0)
-    head = ["limit / measured", "cell"]
+    head = ["limit / measured", "cell", "worst at"]
     loose = _table(head, found["loosest"])
     return (
         f"{chart}\n<p>Nearest to their limit:</p>\n{_table(head, found['tightest'])}\n"
@@ -260,6 +274,24 @@ def _goldens(found: Mapping[str, Any]) -> str:
     ]
     rows.append(["all", "", megabytes(found["bytes"]), megabytes(found["budget"])])
     return _table(["folder", "files", "MB", "allowed MB"], rows)
+
+
+def _lanes(found: Sequence[Mapping[str, Any]]) -> str:
+    note = (
+        '<p class="soft">What other kernels of an oracle, or another oracle, are off by on the '
+        "same inputs: the floor under every limit.</p>"
+    )
+    rows = [[e["of"], e["lane"], e["cases"], lane_figures(e)] for e in found]
+    return _table(["of", "other lane", "cases", "off by"], rows) + (note if rows else "")
+
+
+def _trend(points: list[dict[str, Any]]) -> str:
+    green = {
+        "features green": [float(p["features"].get("GREEN", 0)) for p in points],
+        "cells green": [float(p["cells"].get("GREEN", 0)) for p in points],
+    }
+    chart = svg.curves(green, [p["as_of"][5:10] for p in points]) if len(points) > 1 else ""
+    return chart + _table(TREND_HEAD, trend_rows(points))
 
 
 def _upstream(found: Mapping[str, Any]) -> str:

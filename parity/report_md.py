@@ -52,6 +52,8 @@ def _lines(data: Mapping[str, Any], most: int) -> list[str]:
     lines += ["", "## Models", *_models(data["models"], most)]
     lines += ["", "## Planted faults", *_mutation(data["mutation"], most)]
     lines += ["", "## Goldens", *_goldens(data["goldens"])]
+    lines += ["", "## Oracles among themselves", *_lanes(data["lanes"], most)]
+    lines += ["", "## So far", *_trend(data["trend"], most)]
     lines += ["", "## Upstream", *_upstream(data["upstream"])]
     return [*lines, "", "## Environments", *_environment(data["environment"], most)]
 
@@ -84,11 +86,14 @@ def _red(cells: list[dict[str, Any]], most: int) -> list[str]:
     if not cells:
         return ["none"]
     rows = [
-        [cell["cell"], cell["reason"], broken_limit(cell["broken"]), f"`{cell['command']}`"]
+        [
+            *(cell["cell"], cell["reason"], broken_limit(cell["broken"]), cell["worst"]),
+            f"`{cell['command']}`",
+        ]
         for cell in cells[:most]
     ]
     rest = [f"and {len(cells) - most} more"] if len(cells) > most else []
-    return [*table(["cell", "why", "limit", "again with"], rows), *rest]
+    return [*table(["cell", "why", "limit", "worst at", "again with"], rows), *rest]
 
 
 def broken_limit(broken: Mapping[str, Any] | None) -> str:
@@ -119,7 +124,7 @@ def commands(listed: list[str]) -> str:
 
 
 def _headroom(found: Mapping[str, Any]) -> list[str]:
-    return table(["limit / measured", "cell"], found["tightest"])
+    return table(["limit / measured", "cell", "worst at"], found["tightest"])
 
 
 def _providers(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> list[str]:
@@ -181,6 +186,45 @@ def _goldens(found: Mapping[str, Any]) -> list[str]:
 def megabytes(size: int | None) -> str:
     """In MB of 2**20 bytes, two decimals; empty for None."""
     return "" if size is None else f"{size / (1 << 20):.2f}"
+
+
+def lane_figures(entry: Mapping[str, Any]) -> str:
+    """`rmse 1.2e-7, row 3e-7, ...`: every figure of a lane."""
+    return ", ".join(
+        f"{name} {value:.3g}"
+        for name, value in entry.items()
+        if name not in ("of", "lane", "cases")
+    )
+
+
+def _lanes(found: list[dict[str, Any]], most: int) -> list[str]:
+    """The largest disagreements of ops, and all of models."""
+    ops = sorted((e for e in found if "rmse" in e), key=lambda e: -e["rmse"])
+    models = [entry for entry in found if "rmse" not in entry]
+    rows = [[e["of"], e["lane"], e["cases"], lane_figures(e)] for e in [*models, *ops[:most]]]
+    rest = [f"and {len(ops) - most} more ops"] if len(ops) > most else []
+    return [*table(["of", "other lane", "cases", "off by"], rows), *rest]
+
+
+def trend_rows(points: list[dict[str, Any]]) -> list[list[Any]]:
+    """A row for each earlier report, newest first."""
+    return [
+        [
+            *(p["as_of"], adds_up(_ordered(p["features"])), adds_up(_ordered(p["cells"]))),
+            "/".join(map(str, p["mutants"])),
+            "" if p["headroom"] is None else " / ".join(f"{v:.3g}" for v in p["headroom"]),
+            megabytes(p["goldens"]),
+        ]
+        for p in reversed(points)
+    ]
+
+
+TREND_HEAD = ("as of", "features", "cells", "faults found", "headroom: least, median", "goldens MB")
+
+
+def _trend(points: list[dict[str, Any]], most: int) -> list[str]:
+    rest = [f"and {len(points) - most} before"] if len(points) > most else []
+    return [*table(TREND_HEAD, trend_rows(points)[:most]), *rest]
 
 
 def _upstream(found: Mapping[str, Any]) -> list[str]:

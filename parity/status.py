@@ -26,6 +26,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from . import libraries
+from .current import Expected, superseded, weakness, when, why
 from .evidence import Row
 
 STATUSES = (
@@ -36,8 +38,7 @@ STATUSES = (
 RANK = {name: rank for rank, name in enumerate(STATUSES)} | {"STALE": 4, "UNPROVEN": 4}
 """STALE and UNPROVEN are equally far from green, so that deleting old lines gains nothing."""
 BAD = ("fail", "error")
-ANY = "auto"
-"""Provider of a model's cell that may choose any for each op."""
+LOST = "lost: "
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,13 @@ class Cell:
     """Whether the limits of parity/policy.yaml decide, so that their change makes it stale."""
     command: str = ""
     """What runs it."""
+    imports: tuple[str, ...] = ()
+    """Libraries that the files of a cell of tests import."""
+
+    @property
+    def libraries(self) -> tuple[str, ...]:
+        """Those whose version decides on it."""
+        return self.imports or libraries.of_kind(self.kind, self.provider, self.device)
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
@@ -90,6 +98,8 @@ class Feature:
     watched: tuple[Cell, ...] = ()
     """Probes of its ops and planted faults in its files; none has to be run, but what comes of
     them counts if it is bad."""
+    dropped: tuple[tuple[str, str], ...] = ()
+    """(feature of an op, provider) that is declared to take less than it once did."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,8 @@ class Policy:
     other_age_days: int = 30
     repeatable: tuple[str, ...] = ("cpu",)
     """Devices on which one failure is enough."""
+    versions: libraries.Versions = field(default_factory=dict)
+    """Device -> library -> version that evidence has to be of."""
 
     def age_limit(self, tier: str) -> dt.timedelta:
         """How old evidence of a tier may get."""
@@ -169,6 +181,11 @@ class FeatureStatus:
         return (min(found), statistics.median(found)) if found else None
 
     @property
+    def lost(self) -> int:
+        """Cells that were shown once and that their provider no longer takes."""
+        return sum(cell.reason.startswith(LOST) for cell in self.cells)
+
+    @property
     def kills(self) -> tuple[int, int]:
         """(planted faults found by runs that count, planted faults in its files)."""
         mutants = [cell for cell in self.watched if cell.cell.kind == "mutant"]
@@ -188,11 +205,13 @@ def status(
     closures: Mapping[Key, Mapping[str, str]],
     policy: Policy,
     now: dt.datetime,
+    refusals: Mapping[Key, str] | None = None,
 ) -> list[FeatureStatus]:
     """The rows of the ledger, in the order of `features`.
 
     closures: cell key -> {"fine", "coarse"} of the code that is here now; a cell that has none
-    can't be proven. The order of `evidence` doesn't matter.
+    can't be proven. refusals: cell key -> why its provider takes no such call now, of cells that
+    nothing asks for and evidence tells of. The order of `evidence` doesn't matter.
     """
     rows = by_key(evidence)
     found = []
@@ -208,9 +227,10 @@ def status(
         # What nobody asked for counts only when it fails.
         watched = judged(feature.watched)
         probes = tuple(c for c in watched if c.cell.kind == "probe")
-        others = judged(unasked(feature, rows)) + probes
+        extra = unasked(feature, rows)
+        others = judged(extra) + probes
         bad = tuple(c for c in others if RANK[c.status] >= RANK["SUSPECT"])
-        cells = judged(feature.cells) + bad
+        cells = judged(feature.cells) + bad + lost(feature, extra, rows, refusals or {})
         found.append(FeatureStatus(feature, *fold(feature, cells, watched), cells, watched))
     return found
 
@@ -241,6 +261,24 @@ def unasked(feature: Feature, rows: Mapping[Key, Sequence[Row]]) -> list[Cell]:
         for key in sorted(rows)
         if key not in asked and (twin := twins.get(key[:2])) is not None
     ]
+
+
+def lost(
+    feature: Feature,
+    cells: Iterable[Cell],
+    rows: Mapping[Key, Sequence[Row]],
+    refusals: Mapping[Key, str],
+) -> tuple[CellStatus, ...]:
+    """What was shown once and can't be any more, as its provider refuses it: a feature must not
+    stay green by asking less of it. Not what is declared to be dropped."""
+    found = []
+    for cell in cells:
+        reason = refusals.get(cell.key)
+        shown = [r for r in rows[cell.key] if r["verdict"] == "pass" and not r["run"].get("dirty")]
+        if reason and shown and (cell.feature, cell.provider) not in feature.dropped:
+            words = f"{LOST}{reason}; it passed at {shown[-1]['ts']}"
+            found.append(CellStatus(cell, "UNPROVEN", words, (words,), shown[-1]))
+    return tuple(found)
 
 
 def fold(
@@ -294,7 +332,9 @@ def judge(
         steps.append(f"the golden {cell.golden} is whole, sha256 {golden_sha[:12]}")
     if closure is None:
         return done("UNPROVEN", "there is no code here whose closure could be compared")
-    expected = Expected(closure, golden_sha, policy.sha if cell.graded else None, floor_sha)
+    limits = policy.sha if cell.graded else None
+    versions = policy.versions.get(cell.device, {})
+    expected = Expected(closure, golden_sha, limits, floor_sha, versions, cell.libraries)
     current = [row for row in rows if not expected.cause(row)]
     steps.append(f"{len(rows)} rows of evidence, {len(current)} of them of what is here now")
 
@@ -330,73 +370,6 @@ def judge(
     if details.get("drift"):
         return done("DRIFT", f"passed, but drifts: {details['drift']}", newest)
     return done("GREEN", "shown", newest)
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What evidence must be of to speak of what is here now."""
-
-    closure: Mapping[str, str]
-    golden_sha: str
-    policy_sha: str | None
-    floor_sha: str | None = None
-
-    def cause(self, row: Row) -> str:
-        """Why `row` is of something else; empty if it is not."""
-        if row["closure"].get("fine") != self.closure["fine"]:
-            return "the code has changed"
-        if row["golden_sha"] != self.golden_sha:
-            return "the golden has changed"
-        if self.policy_sha is not None and row["policy_sha"] != self.policy_sha:
-            return "the limits have changed"
-        if self.floor_sha is not None and row["oracle"].get("floor", "") != self.floor_sha:
-            return "the oracle's noise, of which the limits are multiples, has changed"
-        return ""
-
-
-def superseded(row: Row, current: Sequence[Row], closure: Mapping[str, str]) -> bool:
-    """Whether code outside the fine closure changed after a failure, and a clean run passed then.
-
-    Without a change a later pass takes nothing back: what fails now and then is broken.
-    """
-    if row["closure"].get("coarse") == closure.get("coarse"):
-        return False
-    return any(
-        other["verdict"] == "pass"
-        and not other["run"].get("dirty", True)
-        and other["ts"] > row["ts"]
-        and other["closure"].get("coarse") != row["closure"].get("coarse")
-        for other in current
-    )
-
-
-def weakness(cell: Cell, row: Row) -> str:
-    """Why a pass proves nothing; empty if it does."""
-    if toothless := sorted(name for name, caught in row["teeth"].items() if not caught):
-        return f"the case is degenerate: it lets {', '.join(toothless)} pass"
-    if cell.kind == "op":
-        selected = row["proof"].get("selected")
-        if selected != cell.provider:
-            return f"asked for provider {cell.provider}, {selected or 'an unknown one'} ran"
-    if cell.kind == "model":
-        chosen = row["proof"].get("selected") or {}
-        others = {op for op, name in chosen.items() if cell.provider not in (name, ANY)}
-        if not chosen or others:
-            told = ", ".join(sorted(others)) or "no op"
-            return f"asked for provider {cell.provider}, another one served {told}"
-    if fallbacks := row["proof"].get("fallbacks"):
-        return f"the provider fell back: {fallbacks}"
-    return ""
-
-
-def why(row: Row) -> str:
-    """The reason that a row gives."""
-    return str(row.get("reason", row["verdict"]))
-
-
-def when(row: Row) -> dt.datetime:
-    """The time of a row."""
-    return dt.datetime.fromisoformat(row["ts"])
 
 
 def _without_pass(

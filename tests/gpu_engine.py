@@ -11,6 +11,7 @@ from checkpoints import VOCAB, build_engine
 from vllmx import LLM, SamplingParams
 
 LIMITS = {
+    "dtype": "float32",
     "max_num_seqs": 20,
     "max_num_batched_tokens": 256,
     "max_model_len": 256,

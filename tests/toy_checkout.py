@@ -133,6 +133,6 @@ def show(root: Path, **fields) -> None:
 
 
 def forget(root: Path) -> None:
-    """Delete all evidence."""
-    for path in (root / "parity" / "evidence").glob("*.jsonl"):
+    """Delete all evidence, and the list of it."""
+    for path in (root / "parity" / "evidence").iterdir():
         path.unlink()

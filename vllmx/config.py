@@ -386,7 +386,8 @@ class CompilationConfig:
     """CUDA graphs."""
 
     cudagraph_mode: Optional[str] = choice(None, "NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY")
-    """Which batches run as graphs. None: decodes on a GPU (FULL_DECODE_ONLY), NONE on a CPU."""
+    """Which batches run as graphs. FULL_DECODE_ONLY: decodes; FULL: steps that fill the token
+    budget as well. None: FULL on a GPU, NONE on a CPU."""
     cudagraph_capture_sizes: Optional[List[int]] = None
     """Batch sizes to capture; others run in the next larger one. None: 1, 2, 4, then every 8, from
     256 on every 16, up to max_num_seqs or 512."""
@@ -412,6 +413,10 @@ class KernelConfig:
     default_priority: List[str] = field(default_factory=list)
     """Providers for the ops not named above; those that refuse an op are passed over with the
     reason kept for `vllmx info`."""
+    batch_invariant: bool = False
+    """Give the same request the same bits whatever shares its steps, as upstream's
+    VLLM_BATCH_INVARIANT=1 does: providers whose results depend on the batch are refused. Slower.
+    Sampling without a seed still differs."""
 
 
 @dataclass
@@ -972,7 +977,7 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "model.use_fp64_gumbel": (False,),
     "scheduler.prefill_schedule_interval": (1,),
     "cache.mamba_block_size": (None,),
-    "compilation.cudagraph_mode": (None, "NONE", "FULL_DECODE_ONLY"),
+    "compilation.cudagraph_mode": (None, "NONE", "FULL_DECODE_ONLY", "FULL"),
 }
 
 

@@ -37,7 +37,7 @@ OTHER = {
     "model.use_fp64_gumbel": True,
     "scheduler.prefill_schedule_interval": 2,
     "cache.mamba_block_size": 16,
-    "compilation.cudagraph_mode": "FULL",
+    "compilation.cudagraph_mode": "PIECEWISE",
 }
 
 

@@ -242,6 +242,10 @@ def test_info_names_providers_and_refusals(output, tiny) -> None:
     assert "architecture LlamaForCausalLM" in text and "weights of" in text
     assert "op rms_norm: " in text and "    not torch: " in text
     assert "op linear: torch" in output.of("info", "kernel=torch", "--device=cpu")
+    assert "batch_invariant: off" in text
+    text = output.of("info", "--batch-invariant", "--device=cpu")
+    assert "batch_invariant: on" in text and "op linear_add: none" in text
+    assert "not sdpa: what it gives for a row depends on the other rows" in text
 
 
 BAD = [

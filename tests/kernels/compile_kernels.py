@@ -60,7 +60,8 @@ NORM = {"HAS_RESIDUAL": True, "HAS_WEIGHT": True, "BLOCK": 1024}
 HEADS = {"HEAD_SIZE": 128, "COLUMNS": 128, "BLOCK_SIZE": 16}
 ATTENTION = {**HEADS, "GROUP": 2, "HAS_CAP": False, "HAS_WINDOW": False, "WIDE": False}
 DECODE = {**ATTENTION, "ROWS": 16, "KEYS": 64}
-PREFILL = {**ATTENTION, "ROWS": 64, "TOKENS": 32, "KEYS": 32}
+PREFILL = {**ATTENTION, "ROWS": 64, "TOKENS": 32, "KEYS": 32, "MASKS_ALL": False}
+FIXED = {"INPUTS": 960, "ROWS": 64, "OUTPUTS": 32, "COLUMNS": 128, "HAS_BIAS": True, "WIDE": False}
 STEP = {"NUM_HEADS": 16, "GROUP": 2, "ROWS": 16, "HALF": 64, "BLOCK_SIZE": 16, "KEYS": 64}
 STEP |= {"NORM": True, "LIMIT": 0.0, "WIDE": False}
 FEW = {"INPUTS": 1088, "ROWS": 16, "OUTPUTS": 32, "COLUMNS": 512, "SPLITS": 3, "GATED": False}
@@ -82,6 +83,8 @@ KERNELS: list[Row] = [
     ("triton_ops", "_rms_norm_kernel", NORM, {}),
     ("triton_ops", "_rms_norm_kernel", NORM | {"HAS_RESIDUAL": False, "HAS_WEIGHT": False}, {}),
     ("triton_ops", "_silu_and_mul_kernel", {"BLOCK": 1024}, {}),
+    ("triton_ops", "_gelu_and_mul_kernel", {"BLOCK": 1024, "TANH": True}, {}),
+    ("triton_ops", "_gelu_and_mul_kernel", {"BLOCK": 1024, "TANH": False}, {}),
     ("triton_ops", "_rotary_kernel", {"NEOX": True, "BLOCK": 128}, {"cache_ptr": F32}),
     ("triton_ops", "_rotary_kernel", {"NEOX": False, "BLOCK": 128}, {"cache_ptr": F32}),
     (
@@ -103,6 +106,8 @@ KERNELS: list[Row] = [
     ("triton_attention", "_decode_kernel", DECODE | {"SPLITS": 8, "BLOCK_SIZE": 784}, SINGLE),
     ("triton_attention", "_prefill_kernel", PREFILL | {"BLOCK_SIZE": 784}, {}),
     ("triton_attention", "_prefill_kernel", PREFILL, {}),
+    ("triton_attention", "_prefill_kernel", PREFILL | {"MASKS_ALL": True}, {}),
+    ("triton_fixed_linear", "_fixed_tiles_linear_kernel", FIXED, {}),
     ("triton_attention", "_prefill_kernel", PREFILL | {"HAS_WINDOW": True, "HAS_CAP": True}, {}),
     (
         "triton_attention",

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of evidence and closure hashes: what was shown can't be edited, and what changed is seen."""
 
+import hashlib
 import json
+import shutil
+import subprocess
 
 import pytest
 
-from parity import closure, evidence
+from parity import closure, evidence, evidence_index
 from parity.evidence import EvidenceError, make_row
 
 
@@ -32,7 +35,7 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     first, second = row(), row(verdict="fail", reason="rmse")
     path = evidence.append([first, second], tmp_path)
     assert evidence.load(tmp_path) == [first, second]
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [path.name, "index.txt"]
     assert first["id"] != second["id"]
     evidence.append([row(ts="2030-01-01T00:00:00Z")], tmp_path)
     assert len(evidence.load(tmp_path)) == 3
@@ -58,6 +61,74 @@ def test_a_failure_can_not_be_cut_out_of_its_file(tmp_path):
             evidence.load(tmp_path)
     path.write_text(kept + cut)
     assert len(evidence.load(tmp_path)) == 2
+
+
+def test_a_whole_file_can_not_be_deleted(tmp_path):
+    bad = evidence.append([row(verdict="fail", reason="rmse")], tmp_path)
+    evidence.append([row(ts="2030-01-01T00:00:00Z")], tmp_path)
+    text = bad.read_bytes()
+    bad.unlink()
+    with pytest.raises(EvidenceError, match=f"{bad.name} is listed in index.txt and gone"):
+        evidence.load(tmp_path)
+    bad.write_bytes(text)
+    assert len(evidence.load(tmp_path)) == 2
+    index = tmp_path / "index.txt"
+    lines = index.read_text()
+    assert lines.count("\n") == 2
+    index.write_text(lines + lines.splitlines()[1] + "\n")
+    assert len(evidence.load(tmp_path)) == 2, "a line that both sides of a merge had"
+    for wrong in (f"{bad.name} {'0' * 64}", "no hash", bad.name):
+        index.write_text(f"{lines}{wrong}\n")
+        with pytest.raises(EvidenceError, match=r"index\.txt:3"):
+            evidence.load(tmp_path)
+    index.write_text(lines.replace(hashlib.sha256(text).hexdigest(), "0" * 64))
+    with pytest.raises(EvidenceError, match=r"not the file that index\.txt lists"):
+        evidence.load(tmp_path)
+
+
+def test_a_file_that_came_from_elsewhere_is_listed_by_the_next_run(tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    moved = evidence.append([row()], there)
+    evidence.append([row(ts="2030-01-01T00:00:00Z")], here)
+    shutil.copy(moved, here)
+    assert evidence_index.unlisted(here) == [moved.name]
+    assert len(evidence.load(here)) == 2
+    evidence.append([row(ts="2031-01-01T00:00:00Z")], here)
+    assert evidence_index.unlisted(here) == []
+    (here / moved.name).unlink()
+    with pytest.raises(EvidenceError, match="gone"):
+        evidence.load(here)
+
+
+def test_a_commit_that_takes_out_file_and_line_is_found(tmp_path):
+    def git(*arguments):
+        who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    folder = tmp_path / "parity" / "evidence"
+    assert evidence_index.removed(tmp_path) == []
+    git("init", "-q")
+    bad = evidence.append([row(verdict="fail", reason="rmse")], folder)
+    git("add", "-A")
+    git("commit", "-qm", "shown")
+    evidence.append([row(ts="2030-01-01T00:00:00Z")], folder)
+    git("add", "-A")
+    git("commit", "-qm", "shown again")
+    assert evidence_index.removed(tmp_path) == []
+    bad.unlink()
+    (folder / "index.txt").unlink()
+    evidence_index.enter(folder)
+    assert len(evidence.load(folder)) == 1
+    git("add", "-A")
+    git("commit", "-qm", "tidied")
+    (found,) = evidence_index.removed(tmp_path)
+    assert found.endswith(f" parity/evidence/{bad.name}")
+
+
+def test_no_evidence_of_this_repository_was_ever_removed_and_all_of_it_is_listed():
+    assert evidence_index.removed(evidence.ROOT) == []
+    rows = evidence.load()
+    assert len(rows) > 1000 and len(evidence_index.listed(evidence.EVIDENCE)) > 10
 
 
 def test_a_row_that_says_too_little_or_too_much_is_refused(tmp_path):

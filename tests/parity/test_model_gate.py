@@ -277,6 +277,7 @@ def test_no_limit_of_whole_models_is_wider_than_it_was() -> None:
     was = {
         "torch": (1.5, 2, 0.0001, 0.0005, 0.06, 0.20, 0.001, 0, 0.00002),
         "auto": (1.5, 2, 0.02, 0.05, 0.06, 0.20, 0.05, 0.02, 0.005),
+        "auto-cuda": (1.5, 2, 0.0001, 0.0005, 0.06, 0.20, 0.001, 0, 0.00002),
     }
     for provider, values in yaml.safe_load(policy.POLICY.read_text())["models"].items():
         assert all(now <= then for now, then in zip(values.values(), was[provider], strict=True))

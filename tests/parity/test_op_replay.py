@@ -140,6 +140,26 @@ def test_a_provider_that_does_not_repeat_itself_fails(monkeypatch):
     assert row["verdict"] == "fail" and "repeat 1" in row["reason"]
 
 
+def test_a_row_says_where_it_is_farthest_off(monkeypatch):
+    def off(x, weight, epsilon, variance_size=None):
+        out = rms(x, weight, epsilon, variance_size)
+        out[3, 17] += 0.5
+        return out
+
+    row = _with(monkeypatch, off)
+    place = row["details"]["worst"]["out"]
+    assert row["verdict"] == "fail" and place["at"] == [3, 17]
+    assert abs(float(place["ours"]) - float(place["truth"]) - 0.5) < 1e-5
+    assert abs(float(place["golden"]) - float(place["truth"])) < 1e-5
+
+    def odd(**args):
+        out = rms(**args)
+        out[2, 5] = float("inf")
+        return out
+
+    assert _with(monkeypatch, odd)["details"]["worst"]["out"]["at"] == [2, 5]
+
+
 def test_another_dtype_or_a_missing_output_fails(monkeypatch):
     row = _with(monkeypatch, lambda **a: rms(**a).double())
     assert row["verdict"] == "fail" and "finite" in row["reason"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages of the report: one file, nothing loaded, every section there, no data never 0 %."""
 
+import json
 import re
 from html.parser import HTMLParser
 
@@ -9,8 +10,11 @@ from toy_checkout import build, show, write
 
 from parity import evidence, mutate, report, report_data, report_md, svg
 from parity.checkout import Checkout
+from parity.golden import GOLDENS
 from parity.report_html import COLOURS, SECTIONS
+from parity.report_lanes import lanes, trend_text
 from parity.status import STATUSES
+from vllmx.config import RunConfig
 
 EMPTY = {"meta", "br"}
 
@@ -92,6 +96,64 @@ def test_red_cells_come_with_what_broke_and_the_command(root):
         assert words in markdown and words in page.words
 
 
+def test_red_and_tight_cells_say_where_they_are_worst(root):
+    place = {"at": [3, 17], "ours": "1.5", "golden": "1.25", "truth": "1.26"}
+    show(
+        root,
+        verdict="fail",
+        reason="row 9, 4 allowed",
+        checks={"row": {"measured": 9.0, "limit": 4.0, "headroom": 0.44}},
+        details={"worst": {"out": place}},
+    )
+    page, _, markdown = pages(root)
+    words = "out[3, 17] is 1.5, golden 1.25, truth 1.26"
+    assert markdown.count(words) >= 2 and page.words.count(words) >= 2
+    far = {"prefill": {"sequence": 2, "place": 48, "token": 7, "off": "-0.3"}}
+    show(root, details={"worst": far}, checks={"mean": {"measured": 1, "limit": 2, "headroom": 2}})
+    assert report_data.worst(Checkout(root).statuses(Checkout(root).as_of())[0].cells[0])
+
+
+def test_the_trend_has_the_reports_of_earlier_evidence_and_is_the_same_written_twice(root):
+    config = RunConfig()
+    folder = root / "reports"
+    assert report.run(config) == 0
+    first = (folder / "trend.jsonl").read_text()
+    assert len(first.splitlines()) == 1 and "## So far\nno data" in (
+        (folder / "parity.md").read_text()
+    )
+    assert report.run(config) == 0 and (folder / "trend.jsonl").read_text() == first
+    config.parity.check = True
+    assert report.run(config) == 0
+    show(root, ts="2099-01-01T00:00:00Z")
+    assert report.run(config) == 1, "there is newer evidence"
+    config.parity.check = False
+    assert report.run(config) == 0
+    points = [json.loads(line) for line in (folder / "trend.jsonl").read_text().splitlines()]
+    assert [point["as_of"] for point in points][1:] == ["2099-01-01T00:00:00Z"]
+    assert points[0] == json.loads(first) and points[1]["features"] == {"GREEN": 2, "MISSING": 1}
+    page = (folder / "parity.md").read_text()
+    assert "3 = 2 GREEN + 1 MISSING" in page.split("## So far")[1].split("## Upstream")[0]
+    # What a merge leaves, lines of both sides in any order, is the same.
+    (folder / "trend.jsonl").write_text(trend_text(points[::-1]) + first)
+    assert report.run(config) == 0
+    assert [*map(json.loads, (folder / "trend.jsonl").read_text().splitlines())] == points
+
+
+def test_oracles_are_compared_with_each_other():
+    found = {(entry["of"], entry["lane"]): entry for entry in lanes(GOLDENS)}
+    linear = found["linear f32", "onednn"]
+    assert linear["cases"] >= 3 and 0 < linear["rmse"] < 1e-5 <= 1 > linear["worst"] > 0
+    model = found["model.tiny-llama", "hf-cpu-f32"]
+    assert 0 < model["mean"] <= model["p99"] <= model["max"] < 1e-3 and model["flips"] == 0
+    assert 0 < model["stream"] < 1e-4 and model["cases"] > 800
+    assert "rmse" in report_md.lane_figures(linear) and "of" not in report_md.lane_figures(linear)
+
+
+def test_a_damaged_floor_does_not_blank_the_other_sections(root):
+    (root / "parity" / "goldens" / "ops" / "floors.json").write_text("{")
+    assert lanes(root / "parity" / "goldens") == []
+
+
 def test_stale_cells_come_with_the_cause_and_the_command(root):
     write(root, "vllmx/toy.py", "def double(x):\n    return x * 3\n")
     page, _, markdown = pages(root)
@@ -166,7 +228,7 @@ def test_markdown_has_the_areas_and_stays_short_however_much_is_wrong(root):
     assert "By area: engine 1 = 1 GREEN; model 1 = 1 MISSING; op 1 = 1 GREEN." in report_md.page(
         data
     )
-    red = {"cell": "c", "reason": "r", "broken": None, "command": "x"}
+    red = {"cell": "c", "reason": "r", "broken": None, "worst": "", "command": "x"}
     late = {"status": "STALE", "cells": 1, "cause": "c", "first": "f", "commands": []}
     model = {"verdict": "fail", "status": "RED", "checks": {}, "layers": []}
     place = {"torch on cpu": {"GREEN": 1}}
@@ -176,8 +238,11 @@ def test_markdown_has_the_areas_and_stays_short_however_much_is_wrong(root):
     data["mutation"] |= {"missed": ["m"] * 99, "looked": 9, "total": 9}
     data["mutation"]["categories"] = {f"c{n}": {"missed": 1} for n in range(14)}
     data["environment"] = [data["environment"][0]] * 99
+    lane = {"of": "x f32", "lane": "other", "cases": 1, "rmse": 1e-7}
+    point = {"as_of": "2026", "features": {}, "cells": {}, "mutants": [0, 0], "goldens": 0}
+    data |= {"lanes": [lane] * 99, "trend": [{**point, "headroom": None}] * 99}
     page = report_md.page(data)
-    assert page.count("\n") <= 200 and "and 84 more" in page
+    assert page.count("\n") <= 200 and page.count("more") >= 4
 
 
 def test_a_chart_draws_every_count_once():

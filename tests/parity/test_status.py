@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parity import libraries
 from parity.evidence import make_row
 from parity.status import RANK, STATUSES, Cell, Feature, Golden, Policy, status
 
@@ -168,6 +169,68 @@ def test_failures_of_a_provider_that_nobody_asked_for_count_and_passes_do_not():
         rows = [row(), row(verdict, cell=other)]
         (found,) = status([feature(CELL)], GOLDENS, rows, closures, POLICY, NOW)
         assert (found.status, len(found.cells)) == (expected, cells)
+
+
+OTHER = Cell("op.x", "plain/f32", "fast", "cpu", "eager", "op", "ops/x", graded=True)
+
+
+def refusing(rows, reason="takes no float16", **facts):
+    """The row of a feature one of whose providers refuses now what it may have taken once."""
+    refusals = {OTHER.key: reason} if reason else {}
+    known = {CELL.key: CODE, OTHER.key: CODE}
+    wanted = [feature(CELL, **facts)]
+    (found,) = status(wanted, GOLDENS, rows, known, POLICY, NOW, refusals)
+    return found
+
+
+def test_a_provider_that_starts_to_refuse_does_not_lose_its_cells_silently():
+    shown = [row(), row(cell=OTHER, day=20)]
+    found = refusing(shown)
+    assert (found.status, found.lost) == ("UNPROVEN", 1)
+    assert "lost: takes no float16; it passed at 2026-06-20T00:00:00Z" in found.reason
+    assert found.counts == {"GREEN": 1, "UNPROVEN": 1}
+    # Of another code as well: it is not what is here that is asked for.
+    old = row(cell=OTHER, day=20, closure={"fine": "f0", "coarse": "c0"})
+    assert refusing([row(), old]).lost == 1
+    # What it could be run again, never passed, or was declared to be given up, is not lost.
+    assert refusing(shown, "").status == "GREEN"
+    assert refusing([row()]).status == "GREEN"
+    assert refusing([row(), row("skip", cell=OTHER)]).status == "GREEN"
+    assert refusing([row(), row(cell=OTHER, run={"dirty": True})]).status == "GREEN"
+    assert refusing(shown, dropped=(("op.x", "fast"),)).status == "GREEN"
+    assert refusing(shown, dropped=(("op.x", "other"), ("op.y", "fast"))).lost == 1
+    wrong = row("fail", cell=OTHER, day=21, closure={"fine": "f0", "coarse": "c0"})
+    assert refusing([*shown[:1], old, wrong]).lost == 1
+
+
+def test_evidence_of_another_version_of_a_library_that_decides_is_stale():
+    versions = {"cpu": {"torch": "2.13.0", "triton": "3.9.0"}}
+    policy = Policy(sha="p1", versions=versions)
+
+    def of(cell=CELL, **run):
+        found = judged([row(cell=cell, run={"dirty": False, **run})], cells=(cell,), policy=policy)
+        return found.status, found.reason
+
+    assert of(torch="2.13.0")[0] == of(torch="2.13.0+cpu")[0] == of()[0] == "GREEN"
+    found, reason = of(torch="2.12.1+cpu")
+    assert found == "STALE" and "torch was 2.12.1+cpu, evidence is wanted of 2.13.0" in reason
+    # Only where it decides, and on the device that it is named for.
+    assert of(torch="2.13.0", triton="3.4.0")[0] == "GREEN"
+    kernel = Cell("op.x", "plain/f32", "triton", "cpu", "eager", "op", "ops/x", graded=True)
+    assert of(kernel, triton="3.4.0")[0] == "STALE"
+    gpu = Cell("op.x", "plain/f32", "torch", "cuda", "eager", "op", "ops/x", graded=True)
+    assert of(gpu, torch="2.12.1")[0] == "GREEN"
+    test = Cell("a.b", "tests/t.py", "vllmx", "cpu", "pytest", "test")
+    assert libraries.of_kind("test", "vllmx", "cpu") == test.libraries == ()
+
+
+def test_a_failure_with_another_library_is_not_held_against_this_one():
+    policy = Policy(sha="p1", versions={"cpu": {"torch": "2.13.0"}})
+    bad = row("fail", day=20, run={"dirty": False, "torch": "2.12.0"})
+    good = row(run={"dirty": False, "torch": "2.13.0"})
+    assert judged([bad], policy=policy).status == "STALE"
+    assert judged([bad, good], policy=policy).status == "GREEN"
+    assert judged([bad, good]).status == "RED"
 
 
 def test_a_planted_fault_that_nothing_finds_keeps_a_row_from_green_and_all_are_counted():

@@ -187,7 +187,7 @@ def test_a_batch_runs_in_the_smallest_graph_that_holds_it() -> None:
 
 def test_graphs_are_the_default_on_a_gpu_alone() -> None:
     config = VllmConfig()
-    assert resolve_cudagraph_mode(config, "cuda") == "FULL_DECODE_ONLY"
+    assert resolve_cudagraph_mode(config, "cuda") == "FULL"
     assert resolve_cudagraph_mode(config, "cpu") == "NONE"
     config.model_config.enforce_eager = True
     assert resolve_cudagraph_mode(config, "cuda") == "NONE"

@@ -105,6 +105,12 @@ class AttentionBackend(ABC):
         return False
 
     @classmethod
+    def supports_mixed_cudagraph(cls) -> bool:
+        """Whether the same is true of batches with prompts in them: the builder has
+        `build_for_mixed_graph`."""
+        return False
+
+    @classmethod
     def joins_decode(cls) -> bool:
         """Whether op `qk_norm_rope_decode` may stand in for a step that only decodes: its metadata
         says num_decodes, num_reqs, slot_mapping, block_table, seq_lens and max_seq_len."""

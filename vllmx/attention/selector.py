@@ -11,6 +11,7 @@ import pkgutil
 from vllmx.attention import backends
 from vllmx.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllmx.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllmx.attention.batch_invariant import VARIANTS
 from vllmx.exceptions import UnsupportedError, UserError
 from vllmx.ir.op import IrOpImpl
 from vllmx.ir.ops.attention import paged_attention
@@ -31,17 +32,23 @@ def all_backends() -> dict[str, type[AttentionBackend]]:
     for name, backend in found.items():
         if name not in paged_attention.impls:
             paged_attention.register_impl(name, supports=backend.refusal)(backend.op_call)
+        if name in VARIANTS:
+            variant, devices = VARIANTS[name]
+            paged_attention.set_batch_invariant(name, devices, variant.op_call)
     return found
 
 
-def get_attn_backend(impl: IrOpImpl) -> type[AttentionBackend]:
-    """The backend class behind a chosen provider of `paged_attention`."""
+def get_attn_backend(impl: IrOpImpl, batch_invariant: bool = False) -> type[AttentionBackend]:
+    """The backend class behind a chosen provider of `paged_attention`.
+
+    batch_invariant: the one of its classes whose results do not depend on the batch.
+    """
     known = all_backends()
     if impl.provider not in known:
         raise UserError(
             f"attention backend {impl.provider!r} is unknown; choose one of {', '.join(known)}."
         )
-    return known[impl.provider]
+    return VARIANTS[impl.provider][0] if batch_invariant else known[impl.provider]
 
 
 MAMBA_BUILDERS: dict[str, type[AttentionMetadataBuilder]] = {

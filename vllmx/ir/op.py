@@ -17,6 +17,8 @@ import torch
 
 REFERENCE = "torch"
 """Name of the provider that every op has: its own torch definition."""
+ANY_DEVICE = ("cpu", "cuda")
+"""Where an op is batch invariant that moves numbers, or works on each of them alone."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class IrOpImpl:
     supports: called with the OpContext; True, or why it refuses such calls.
     prepare: turns the op's static arguments (weights) into what `fn` takes in their place;
     prepared_format, prepared_bytes: what that is, in words, and its bytes a weight.
+    batch_invariant: the devices on which a row's result depends on nothing but the row, bit by bit;
+    invariant_fn: what has that property in the place of `fn`, which then need not have it.
     """
 
     op: IrOp
@@ -64,6 +68,8 @@ class IrOpImpl:
     prepare: Callable[..., Any] | None = None
     prepared_format: str = "prepared"
     prepared_bytes: float = 4
+    batch_invariant: tuple[str, ...] = ()
+    invariant_fn: Callable[..., Any] | None = None
 
     def prepared(self, argument: Any) -> Any:
         """The op's one static argument as `fn` takes it: prepared, or as it is."""
@@ -117,6 +123,7 @@ class IrOp:
         prepare: Callable[..., Any] | None = None,
         prepared_format: str = "prepared",
         prepared_bytes: float = 4,
+        batch_invariant: tuple[str, ...] = (),
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator that adds a provider; its parameters must be named as the reference's.
 
@@ -130,9 +137,17 @@ class IrOp:
             self.impls[provider] = IrOpImpl(
                 self, provider, fn, supported, supports, prepare, prepared_format, prepared_bytes
             )
+            self.impls[provider].batch_invariant = batch_invariant
             return fn
 
         return register
+
+    def set_batch_invariant(
+        self, provider: str, devices: tuple[str, ...], fn: Callable[..., Any] | None = None
+    ) -> None:
+        """Say on which devices `provider`, or `fn` in its place, is batch invariant."""
+        self.impls[provider].batch_invariant = devices
+        self.impls[provider].invariant_fn = fn
 
     def register_inputs(self, fn: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
         """Decorator: `fn(case_index, dtype, device, generator)` returns the op's arguments."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,11 +24,20 @@ DEVICE_PRIORITY = {
     "cuda": ["triton", "sdpa", REFERENCE],
 }
 """Providers tried where the config names none."""
+INVARIANT_PRIORITY = {
+    "cpu": ["native", "fbgemm", REFERENCE],
+    "cuda": ["triton", "triton_fixed", REFERENCE],
+}
+"""The same with kernel.batch_invariant."""
+
+
+NOBODY = "none"
+"""The provider of an op that none takes."""
 
 
 @dataclass
 class OpChoice:
-    """The provider chosen for an op, and why each other one was passed over."""
+    """The provider chosen for an op, NOBODY if none, and why each other one was passed over."""
 
     op: str
     provider: str
@@ -52,7 +61,9 @@ class OpTable:
         self.device = device
         self.dtype = dtype
         self.explicit = kernel_config.ir_op_priority
-        self.default = kernel_config.default_priority or DEVICE_PRIORITY[device]
+        self.batch_invariant = kernel_config.batch_invariant
+        priority = INVARIANT_PRIORITY if self.batch_invariant else DEVICE_PRIORITY
+        self.default = kernel_config.default_priority or priority[device]
         self.choices: dict[str, OpChoice] = {}
         self.shared: dict[Any, Any] = {}
         """Tables that several layers use, such as rotary angles, by what they depend on."""
@@ -77,7 +88,7 @@ class OpTable:
             impl = op.impls.get(provider)
             if impl is None or provider in refused:
                 continue
-            reason = impl.refusal(context)
+            reason = self._refusal(impl, context)
             if reason is None:
                 chosen = impl
                 break
@@ -86,12 +97,34 @@ class OpTable:
                     f"kernel.ir_op_priority.{op_name}: provider {provider} cannot be used: {reason}"
                 )
             refused[provider] = reason
-        assert chosen is not None, f"{op_name}: the reference refuses {context}"
+        name = NOBODY if chosen is None else chosen.provider
         for provider, impl in op.impls.items():
-            if provider != chosen.provider and provider not in refused:
-                refused[provider] = impl.refusal(context) or "not first in the priority list"
-        self.choices.setdefault(op_name, OpChoice(op_name, chosen.provider, refused))
-        return chosen
+            if provider != name and provider not in refused:
+                reason = self._refusal(impl, context)
+                refused[provider] = reason or "not first in the priority list"
+        self.choices.setdefault(op_name, OpChoice(op_name, name, refused))
+        if chosen is None:
+            reasons = "; ".join(f"{provider}: {why}" for provider, why in refused.items())
+            raise UserError(f"op {op_name}: no provider takes it on {self.device}: {reasons}.")
+        return self._in_this_mode(chosen)
+
+    def reference(self, op_name: str) -> IrOpImpl:
+        """The op's own definition, in the form that it has with kernel.batch_invariant if set."""
+        return self._in_this_mode(self.registry[op_name].impls[REFERENCE])
+
+    def _in_this_mode(self, impl: IrOpImpl) -> IrOpImpl:
+        if not self.batch_invariant or impl.invariant_fn is None:
+            return impl
+        return replace(impl, fn=impl.invariant_fn)
+
+    def _refusal(self, impl: IrOpImpl, context: OpContext) -> str | None:
+        reason = impl.refusal(context)
+        if reason is None and self.batch_invariant and self.device not in impl.batch_invariant:
+            return (
+                "what it gives for a row depends on the other rows, which kernel.batch_invariant "
+                "rules out"
+            )
+        return reason
 
     def choose_attention(self, backend: str | None, **facts: Any) -> IrOpImpl:
         """The provider of `paged_attention` for a layer; `backend` names it, if given."""
@@ -100,12 +133,12 @@ class OpTable:
             return self.choose("paged_attention", **facts)
         if backend not in impls:
             raise UserError(f"attention.backend={backend!r}: choose one of {', '.join(impls)}.")
-        reason = impls[backend].refusal(OpContext(self.device, self.dtype, facts))
+        reason = self._refusal(impls[backend], OpContext(self.device, self.dtype, facts))
         if reason is not None:
             raise UserError(f"attention.backend={backend}: it cannot be used: {reason}.")
         others = {name: f"attention.backend={backend}" for name in impls if name != backend}
         self.choices.setdefault("paged_attention", OpChoice("paged_attention", backend, others))
-        return impls[backend]
+        return self._in_this_mode(impls[backend])
 
     def idle_providers(self) -> dict[str, str]:
         """Providers that the config's default list puts first but no op could use, and why."""
@@ -143,5 +176,10 @@ def explain(kernel_config: KernelConfig, device: str, dtype: torch.dtype) -> lis
     """For each op, the provider that a dense layer of `dtype` on `device` would get, and why."""
     table = OpTable(kernel_config, device, dtype)
     for op_name in sorted(table.registry):
-        table.choose(op_name)
+        try:
+            table.choose(op_name)
+        except UserError:
+            # With kernel.batch_invariant some joined ops are done without.
+            if op_name not in table.choices:
+                raise
     return [table.choices[op_name] for op_name in sorted(table.choices)]

@@ -53,6 +53,8 @@ _LINEAR_DYNAMIC_FP16: Any = (
     prepare=_prepare,
     prepared_format="fp16 packed",
     prepared_bytes=2,
+    # Whatever the number of rows, an output is added up input by input, in blocks of one size.
+    batch_invariant=("cpu",),
 )
 def _linear(x: Tensor, prepared: torch.ScriptObject) -> Tensor:
     return _LINEAR_DYNAMIC_FP16(x, prepared)

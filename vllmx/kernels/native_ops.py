@@ -21,6 +21,7 @@ from vllmx.ir.ops.activation import gelu_and_mul, silu_and_mul
 from vllmx.ir.ops.kv_cache import reshape_and_cache
 from vllmx.ir.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllmx.ir.ops.rotary import rotary_embedding
+from vllmx.ir.row_by_row import row_by_row
 from vllmx.kernels.native_library import library
 
 
@@ -39,7 +40,7 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-@rms_norm.register_impl("native", supports=native_on_cpu)
+@rms_norm.register_impl("native", supports=native_on_cpu, batch_invariant=("cpu",))
 def _rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -55,7 +56,7 @@ def _rms_norm(
     return out
 
 
-@fused_add_rms_norm.register_impl("native", supports=native_on_cpu)
+@fused_add_rms_norm.register_impl("native", supports=native_on_cpu, batch_invariant=("cpu",))
 def _fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,
@@ -85,7 +86,7 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return _rows(x), torch.empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@silu_and_mul.register_impl("native", supports=native_on_cpu)
+@silu_and_mul.register_impl("native", supports=native_on_cpu, batch_invariant=("cpu",))
 def _silu_and_mul(x: Tensor) -> Tensor:
     rows, out = _halves(x)
     library().native_silu_and_mul(
@@ -94,7 +95,7 @@ def _silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
-@gelu_and_mul.register_impl("native", supports=native_on_cpu)
+@gelu_and_mul.register_impl("native", supports=native_on_cpu, batch_invariant=("cpu",))
 def _gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     if approximate != "tanh":
         gate, up = x.chunk(2, dim=-1)
@@ -106,7 +107,11 @@ def _gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     return out
 
 
-@rotary_embedding.register_impl("native", supports=native_on_cpu)
+# The other form of gelu is torch's, which cuts many rows where a vector ends otherwise.
+gelu_and_mul.set_batch_invariant("native", ("cpu",), row_by_row(_gelu_and_mul, "x"))
+
+
+@rotary_embedding.register_impl("native", supports=native_on_cpu, batch_invariant=("cpu",))
 def _rotary_embedding(
     positions: Tensor,
     query: Tensor,
@@ -151,7 +156,7 @@ def _stores_float32(context: OpContext) -> bool | str:
     return native_on_cpu(context)
 
 
-@reshape_and_cache.register_impl("native", supports=_stores_float32)
+@reshape_and_cache.register_impl("native", supports=_stores_float32, batch_invariant=("cpu",))
 def _reshape_and_cache(
     key: Tensor,
     value: Tensor,

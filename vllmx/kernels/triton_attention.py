@@ -263,12 +263,15 @@ if SUPPORTED is True:
         KEYS: tl.constexpr,
         HAS_WINDOW: tl.constexpr,
         HAS_CAP: tl.constexpr,
+        MASKS_ALL: tl.constexpr,
         WIDE: tl.constexpr,
     ):
         kv_head = tl.program_id(0)
         num_heads = tl.num_programs(0) * GROUP
         tile = tl.program_id(1)
         request = tl.load(tile_ptr + 2 * tile).to(tl.int64)
+        if request < 0:
+            return  # a graph has room for more tiles than this batch has
         first_token = tl.load(tile_ptr + 2 * tile + 1)
         compute = query_ptr.dtype.element_ty
         start = tl.load(query_start_ptr + request)
@@ -304,7 +307,7 @@ if SUPPORTED is True:
         head_start = kv_head * HEAD_SIZE
         # Up to here every row sees every key, and no mask is needed.
         whole = begin
-        if not HAS_WINDOW:
+        if not HAS_WINDOW and not MASKS_ALL:
             whole = (lowest + 1) // KEYS * KEYS
             for key in range(0, whole, KEYS):
                 positions = key + tl.arange(0, KEYS)
@@ -473,11 +476,13 @@ def paged_prefill(
     sliding_window: int | None,
     soft_cap: float | None,
     v_scale: float,
+    masks_all: bool = False,
 ) -> None:
     """Attention of the tokens of `tiles` into `out`, [num_tokens, num_heads, head_size] as `query`.
 
-    tiles: int32 [num_tiles, 2], a request and the first of its new tokens; each tile covers
-    `tokens_of_a_tile` of them. scale has k_scale in it.
+    tiles: int32 [num_tiles, 2], a request and the first of its new tokens, or a negative number;
+    each tile covers `tokens_of_a_tile` tokens. scale has k_scale in it. masks_all: treat keys that
+    every token of a tile sees as all others, so that it does not matter which tokens share a tile.
     """
     num_heads, head_size = query.shape[1:]
     num_kv_heads = key_cache.shape[2]
@@ -514,6 +519,7 @@ def paged_prefill(
         KEYS=keys,
         HAS_WINDOW=sliding_window is not None,
         HAS_CAP=soft_cap is not None,
+        MASKS_ALL=masks_all,
         WIDE=query.device.type == "cpu",
         num_warps=8,
         num_stages=3 if half and columns <= 128 else 1,

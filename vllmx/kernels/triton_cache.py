@@ -177,7 +177,9 @@ def _strides(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int, int, int
     return key_block, key_slot, value_block, value_slot
 
 
-@reshape_and_cache.register_impl("triton", supported=SUPPORTED, supports=_on_gpu)
+@reshape_and_cache.register_impl(
+    "triton", supported=SUPPORTED, supports=_on_gpu, batch_invariant=("cuda",)
+)
 def _reshape_and_cache(
     key: Tensor,
     value: Tensor,
@@ -206,7 +208,9 @@ def _reshape_and_cache(
     )
 
 
-@qk_norm_rope_cache.register_impl("triton", supported=SUPPORTED, supports=_whole_neox_heads)
+@qk_norm_rope_cache.register_impl(
+    "triton", supported=SUPPORTED, supports=_whole_neox_heads, batch_invariant=("cuda",)
+)
 def _qk_norm_rope_cache(
     qkv: Tensor,
     query_weight: Tensor | None,

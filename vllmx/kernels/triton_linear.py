@@ -166,7 +166,9 @@ if SUPPORTED is True:
                 out = (gate * up_total.to(dtype).to(tl.float32)).to(dtype)
             if ADDS:
                 residual = tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
-                whole = out.to(tl.float32) + residual
+                # Chosen, so that the compiler doesn't start the sum of products at the residual,
+                # which in float32 triples the error.
+                whole = tl.where(mask, out.to(tl.float32), 0.0) + residual
                 out = whole.to(dtype)
                 squares = tl.sum(tl.where(mask, whole * whole, 0.0), axis=1)
                 tl.store(out_squares_ptr + rows * tl.num_programs(0) + tile, squares, mask=real)

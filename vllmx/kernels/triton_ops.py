@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllmx.ir.op import OpContext
-from vllmx.ir.ops.activation import silu_and_mul
+from vllmx.ir.ops.activation import gelu_and_mul, silu_and_mul
 from vllmx.ir.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllmx.ir.ops.rotary import rotary_embedding
 from vllmx.kernels.dependent_launch import after_the_last
@@ -95,6 +95,34 @@ if SUPPORTED is True:
         tl.store(out_ptr + row * half + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
 
     @triton.jit
+    def _gelu_and_mul_kernel(
+        x_ptr,
+        x_stride,
+        out_ptr,
+        half,
+        TANH: tl.constexpr,
+        BLOCK: tl.constexpr,
+        DEPENDENT_LAUNCH: tl.constexpr,
+    ):
+        if DEPENDENT_LAUNCH:
+            tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < half
+        gate = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + row * x_stride + half + columns, mask=inside, other=0.0)
+        if TANH:
+            # (1 + tanh(u)) / 2 = 1 / (1 + e^(-2 u)), where nothing cancels.
+            u = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+            gate = gate / (1.0 + tl.exp(-2.0 * u))
+        else:
+            gate = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+        gate = gate.to(out_ptr.dtype.element_ty).to(tl.float32)
+        y = gate * up.to(tl.float32)
+        tl.store(out_ptr + row * half + columns, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+    @triton.jit
     def _rotary_kernel(
         positions_ptr,
         x_ptr,
@@ -133,6 +161,14 @@ if SUPPORTED is True:
         tl.store(out_row + i, tl.load(x_row + i, mask=rest, other=0.0), mask=rest)
 
 
+ROW_BY_ROW: dict[str, Any] = {
+    "supported": SUPPORTED,
+    "supports": _on_gpu,
+    "batch_invariant": ("cuda",),
+}
+"""A program has a row, or a part of one; it knows of no other."""
+
+
 def _rows(x: Tensor) -> Tensor:
     """x as rows of its last dimension, whose elements must lie side by side."""
     rows = x.reshape(-1, x.shape[-1])
@@ -164,14 +200,14 @@ def _norm(
     return out
 
 
-@rms_norm.register_impl("triton", supported=SUPPORTED, supports=_on_gpu)
+@rms_norm.register_impl("triton", **ROW_BY_ROW)
 def _rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
     return _norm(x, None, weight, epsilon, variance_size)
 
 
-@fused_add_rms_norm.register_impl("triton", supported=SUPPORTED, supports=_on_gpu)
+@fused_add_rms_norm.register_impl("triton", **ROW_BY_ROW)
 def _fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,
@@ -184,7 +220,7 @@ def _fused_add_rms_norm(
     return out, residual.view(x.shape)
 
 
-@silu_and_mul.register_impl("triton", supported=SUPPORTED, supports=_on_gpu)
+@silu_and_mul.register_impl("triton", **ROW_BY_ROW)
 def _silu_and_mul(x: Tensor) -> Tensor:
     rows, half, block = _rows(x), x.shape[-1] // 2, 1024
     out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
@@ -195,7 +231,23 @@ def _silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
-@rotary_embedding.register_impl("triton", supported=SUPPORTED, supports=_on_gpu)
+@gelu_and_mul.register_impl("triton", **ROW_BY_ROW)
+def _gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
+    rows, half, block = _rows(x), x.shape[-1] // 2, 1024
+    out = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
+    _gelu_and_mul_kernel[(rows.shape[0], triton.cdiv(half, block))](
+        rows,
+        rows.stride(0),
+        out,
+        half,
+        TANH=approximate == "tanh",
+        BLOCK=block,
+        **after_the_last(x.device),
+    )
+    return out
+
+
+@rotary_embedding.register_impl("triton", **ROW_BY_ROW)
 def _rotary_embedding(
     positions: Tensor,
     query: Tensor,

@@ -63,7 +63,8 @@ class Attention(nn.Module):
             "kv_cache_dtype": self.kv_cache_dtype,
         }
         self.backend: type[AttentionBackend] = get_attn_backend(
-            ops.choose_attention(vllm_config.attention_config.backend, **facts)
+            ops.choose_attention(vllm_config.attention_config.backend, **facts),
+            ops.batch_invariant,
         )
         self._run = self.backend.run
         if self.backend.indexes_kv_by_block_stride():

@@ -33,6 +33,8 @@ class FusedDecoder:
     @classmethod
     def of(cls, layers: Iterable[Any], ops: OpTable) -> FusedDecoder | None:
         """None where an op has no provider but its definition, or a layer is not of this kind."""
+        if ops.batch_invariant:
+            return None  # its sums are cut by the number of tokens
         if any(ops.choose(name).provider == REFERENCE for name in OPS):
             return None
         if not all(_is_plain(layer) for layer in layers):

@@ -187,4 +187,7 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, ops: OpTable, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, ops=ops, prefix=prefix)
-        self.logits_processor = LogitsProcessor(soft_cap=self.config.final_logit_softcapping)
+        self.logits_processor = LogitsProcessor(
+            soft_cap=self.config.final_logit_softcapping,
+            batch_invariant=vllm_config.kernel_config.batch_invariant,
+        )

@@ -6,14 +6,14 @@ They are never all expanded to float32, unless quant.gguf_weights=float32 asks f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from vllmx.ir.op import REFERENCE, IrOp
+from vllmx.ir.op import IrOpImpl
 from vllmx.ir.select import OpTable
 from vllmx.layers.parameter import to_float
 from vllmx.quantization.base_config import LinearMethodBase, PackedLinear
@@ -33,8 +33,8 @@ class LinearMethod(LinearMethodBase):
         """See LinearMethodBase.pack; quant.gguf_weights decides the form."""
         form = self.vllm_config.quant_config.gguf_weights
         if form in DENSE_DTYPES:
-            reference = IrOp.registry["linear"].impls[REFERENCE]
-            return dense_linear(weights, biases, ops, reference, DENSE_DTYPES[form])
+            impl = _unprepared_linear(ops)
+            return dense_linear(weights, biases, ops, impl, DENSE_DTYPES[form])
         impl = ops.choose("linear", weight="dense")
         if form == "auto" and impl.prepare is not None:
             return prepared_linear(weights, biases, impl, " and ".join(dtype_names(weights)))
@@ -47,10 +47,22 @@ def _block_linear(weights: list[Any], biases: list[Any] | None, ops: OpTable) ->
         bias = torch.cat([to_float(b) for b in biases]).to(ops.device, ops.dtype)
     held = [w.to(ops.device) for w in weights]
     nbytes = sum(w.nbytes for w in held) + (0 if bias is None else bias.nbytes)
-    apply = partial(_expand_and_apply, weights=held, bias=bias)
+    run = _unprepared_linear(ops).fn
+    apply = partial(_expand_and_apply, weights=held, bias=bias, run=run)
     return PackedLinear(apply, f"GGUF blocks ({' and '.join(dtype_names(weights))})", nbytes)
 
 
-def _expand_and_apply(x: Tensor, weights: list[Any], bias: Tensor | None) -> Tensor:
-    weight = torch.cat([to_float(w, x.dtype) for w in weights])
-    return F.linear(x, weight, bias)
+def _unprepared_linear(ops: OpTable) -> IrOpImpl:
+    """A provider that takes a dense weight as it is: the definition or, where what that gives may
+    not depend on the batch, the one that was chosen."""
+    if ops.batch_invariant:
+        impl = ops.choose("linear", weight="dense")
+        if impl.prepare is None:
+            return impl
+    return ops.reference("linear")
+
+
+def _expand_and_apply(
+    x: Tensor, weights: list[Any], bias: Tensor | None, run: Callable[..., Tensor]
+) -> Tensor:
+    return run(x, torch.cat([to_float(w, x.dtype) for w in weights]), bias)

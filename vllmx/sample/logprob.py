@@ -4,12 +4,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllmx.core.output import LogprobsLists
+from vllmx.ir.row_by_row import row_by_row
 from vllmx.sampling_params import SamplingParams
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+def get_log_softmax(batch_invariant: bool) -> Callable[[Tensor], Tensor]:
+    """Logits [n, vocab] to log-probabilities, float32; row by row if `batch_invariant`."""
+    return row_by_row(_log_softmax, "logits") if batch_invariant else _log_softmax
 
 
 def compute_topk_logprobs(

@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from vllmx.core.output import LogprobsLists
-from vllmx.sample.logprob import compute_topk_logprobs
+from vllmx.sample.logprob import compute_topk_logprobs, get_log_softmax
 from vllmx.worker.input_batch import InputBatch
 from vllmx.worker.states import RequestState
 
@@ -22,8 +21,9 @@ ROWS_AT_ONCE = 256
 class PromptLogprobsWorker:
     """Collects them chunk by chunk and hands them over when the prompt is complete."""
 
-    def __init__(self, states: RequestState) -> None:
+    def __init__(self, states: RequestState, batch_invariant: bool = False) -> None:
         self.states = states
+        self.log_softmax = get_log_softmax(batch_invariant)
         self.wanted: dict[str, int] = {}
         self.chunks: dict[str, list[LogprobsLists]] = {}
 
@@ -67,7 +67,7 @@ class PromptLogprobsWorker:
                 end = min(begin + ROWS_AT_ONCE, last)
                 rows = hidden[start + begin - first : start + end - first]
                 targets = self.states.all_token_ids.gpu[row, begin + 1 : end + 1].long()
-                logprobs = compute_logits(rows).log_softmax(dim=-1, dtype=torch.float32)
+                logprobs = self.log_softmax(compute_logits(rows))
                 self.chunks[req_id].append(compute_topk_logprobs(logprobs, count, targets))
             if int(batch.seq_lens_np[i]) >= prompt_len:
                 done[req_id] = _join(self.chunks[req_id], count)

@@ -14,7 +14,7 @@ from vllmx.core.output import LogprobsLists
 from vllmx.sample.bad_words import BadWordsState
 from vllmx.sample.gumbel import gumbel_sample
 from vllmx.sample.logit_bias import LogitBiasState
-from vllmx.sample.logprob import LogprobTokenIdsState, compute_topk_logprobs
+from vllmx.sample.logprob import LogprobTokenIdsState, compute_topk_logprobs, get_log_softmax
 from vllmx.sample.penalties import PenaltiesState
 from vllmx.sample.states import NO_LOGPROBS, SamplingStates, random_generator
 from vllmx.sampling_params import SamplingParams
@@ -33,7 +33,9 @@ class SamplerOutput:
 class Sampler:
     """Chooses the next token of each row of logits."""
 
-    def __init__(self, states: RequestState, logprobs_mode: str, seed: int) -> None:
+    def __init__(
+        self, states: RequestState, logprobs_mode: str, seed: int, batch_invariant: bool = False
+    ) -> None:
         self.device = states.device
         self.logprobs_mode = logprobs_mode
         self.sampling_states = SamplingStates(states.max_num_reqs, states.vocab_size, states.device)
@@ -44,6 +46,8 @@ class Sampler:
         # Rows that need more than an argmax over the raw logits.
         self.needs_processing = np.zeros(states.max_num_reqs, dtype=np.bool_)
         self.generator = random_generator(seed, states.device)
+        self.batch_invariant = batch_invariant
+        self.log_softmax = get_log_softmax(batch_invariant)
 
     def add_request(self, row: int, prompt_len: int, params: SamplingParams) -> None:
         """Take over the parameters of the request in `row`."""
@@ -107,10 +111,16 @@ class Sampler:
         self.penalties_state.apply(logits, rows)
         self.bad_words_state.apply(logits, rows)
         self.sampling_states.apply_temperature(logits, rows)
-        return self.sampling_states.apply_filters(logits, rows)
+        if not self.batch_invariant:
+            return self.sampling_states.apply_filters(logits, rows)
+        # A library may add up the rows of a batch otherwise than a row alone.
+        for i in range(len(rows)):
+            here = slice(i, i + 1)
+            logits[here] = self.sampling_states.apply_filters(logits[here].clone(), rows[here])
+        return logits
 
     def _logprob_values(self, raw: Tensor, processed: Tensor) -> Tensor:
         source = processed if self.logprobs_mode.startswith("processed") else raw
         if self.logprobs_mode.endswith("logits"):
             return source.to(torch.float32)
-        return source.log_softmax(dim=-1, dtype=torch.float32)
+        return self.log_softmax(source)

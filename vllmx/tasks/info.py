@@ -26,6 +26,8 @@ def run(config: RunConfig, started: float) -> int:
     else:
         choices = {}
         _show_device(vllm_config)
+    invariant = vllm_config.kernel_config.batch_invariant
+    print(f"batch_invariant: {'on' if invariant else 'off'} (kernel.batch_invariant)")
     for choice in _all_choices(vllm_config, choices):
         print(f"op {choice.op}: {choice.provider}")
         for provider, reason in choice.refused.items():

@@ -190,9 +190,14 @@ class AttnMetadataBuilders:
             )
 
     def build(
-        self, batch: InputBatch, block_tables: list[Tensor], slot_mappings: list[Tensor]
+        self,
+        batch: InputBatch,
+        block_tables: list[Tensor],
+        slot_mappings: list[Tensor],
+        tiles: dict[int, Tensor] | None = None,
     ) -> dict[str, Any]:
-        """Metadata by layer name for `batch`."""
+        """Metadata by layer name for `batch`; `tiles`: for a graph of batches with prompts in
+        them, see TritonAttentionMetadataBuilder."""
         metadata: dict[str, Any] = {}
         for builders, table, slots in zip(self.groups, block_tables, slot_mappings, strict=True):
             common = CommonAttentionMetadata(
@@ -209,7 +214,12 @@ class AttnMetadataBuilders:
                 has_initial_state=batch.has_initial_state,
             )
             for builder, names in builders:
-                metadata.update(dict.fromkeys(names, builder.build(common)))
+                built = (
+                    builder.build(common)
+                    if tiles is None
+                    else builder.build_for_mixed_graph(common, tiles)  # type: ignore[attr-defined]
+                )
+                metadata.update(dict.fromkeys(names, built))
         return metadata
 
 

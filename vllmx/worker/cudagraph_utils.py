@@ -39,7 +39,7 @@ class BatchExecutionDescriptor:
 
 
 def resolve_cudagraph_mode(vllm_config: VllmConfig, device: str) -> str:
-    """NONE or FULL_DECODE_ONLY, which is the default on a GPU; UserError for what is not there."""
+    """NONE, FULL_DECODE_ONLY or FULL, the default on a GPU; UserError for what is not there."""
     mode = vllm_config.compilation_config.cudagraph_mode
     if device != "cuda":
         if mode not in (None, "NONE"):
@@ -49,7 +49,7 @@ def resolve_cudagraph_mode(vllm_config: VllmConfig, device: str) -> str:
         return "NONE"
     if vllm_config.model_config.enforce_eager:
         return "NONE"
-    return "FULL_DECODE_ONLY" if mode is None else mode
+    return "FULL" if mode is None else mode
 
 
 def capture_sizes(config: CompilationConfig, max_num_seqs: int) -> list[int]:
@@ -136,8 +136,7 @@ class ModelCudaGraphManager(CudaGraphManager):
 
     def _capture(self, sizes: list[int]) -> list[int]:
         """Capture `sizes`, the largest first; the bytes of the device that each took."""
-        if self._pool is None:
-            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.pool_and_stream()
         taken = []
         for size in sizes:
             # Once without a graph: kernels are compiled and loaded, libraries make their handles.
@@ -157,6 +156,12 @@ class ModelCudaGraphManager(CudaGraphManager):
             torch.cuda.synchronize()
             taken.append(before - torch.cuda.mem_get_info()[0])
         return taken
+
+    def pool_and_stream(self) -> tuple[Any, torch.cuda.Stream]:
+        """Where graphs have their memory, and where they are captured."""
+        if self._pool is None or self._stream is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        return self._pool, self._stream
 
     def dispatch(self, num_reqs: int, num_tokens: int) -> BatchExecutionDescriptor | None:
         """As the class above; a graph that is not there yet is captured now, before the batch's

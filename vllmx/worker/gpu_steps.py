@@ -26,6 +26,7 @@ from vllmx.worker.buffer_utils import PackedBuffer
 from vllmx.worker.cudagraph_utils import ModelCudaGraphManager, resolve_cudagraph_mode
 from vllmx.worker.input_batch import HostBatch, InputBatch, gather_on_host
 from vllmx.worker.input_buffers import AsyncOutput, InputBuffers
+from vllmx.worker.mixed_graph import MixedGraph
 
 if TYPE_CHECKING:
     from vllmx.worker.model_runner import GPUModelRunner
@@ -50,6 +51,7 @@ class GPUSteps:
         self.cudagraph_manager = ModelCudaGraphManager(
             runner.vllm_config, mode, self._send_padding, self._decode_step
         )
+        self.mixed_graph = MixedGraph.of(self)
         self.events = [torch.cuda.Event() for _ in range(PackedBuffer.DEPTH)]
         # The last steps' outputs; more are not under way.
         self.pending: deque[AsyncOutput] = deque(maxlen=PackedBuffer.DEPTH)
@@ -67,14 +69,24 @@ class GPUSteps:
             logger.warning("no CUDA graphs: %s", self.graph_refusal)
         if not self.cudagraph_manager.needs_capture():
             return 0
-        return self.cudagraph_manager.capture()
+        taken = self._capture_mixed()
+        return taken + self.cudagraph_manager.capture()
+
+    def _capture_mixed(self) -> int:
+        """Capture the graph of full steps, if there is to be one; the bytes that it takes."""
+        if self.mixed_graph is None:
+            return 0
+        return self.mixed_graph.capture(*self.cudagraph_manager.pool_and_stream())
 
     @torch.inference_mode()
     def profile_cudagraph_memory(self) -> int:
         """Bytes that the graphs will take, by a few that are captured and dropped again."""
         if not self.cudagraph_manager.needs_capture():
             return 0
-        return self.cudagraph_manager.profile_memory()
+        taken = self._capture_mixed() + self.cudagraph_manager.profile_memory()
+        if self.mixed_graph is not None:
+            self.mixed_graph.drop()
+        return taken
 
     # ------------------------------------------------------------------ execute
 
@@ -94,6 +106,9 @@ class GPUSteps:
             if states is not None:
                 states.preprocess_state(host)
             return batch, self.cudagraph_manager.run_fullgraph(desc)[:num_reqs]
+        if self.mixed_graph is not None and self.mixed_graph.takes(host):
+            self.mixed_graph.send(host)
+            return batch, self.mixed_graph.run(host.num_tokens)
         buffers.send(host)
         if states is not None:
             states.preprocess_state(host)

@@ -89,8 +89,15 @@ class InputBuffers:
         )
         self.sampled_np = self.sampled.numpy()
 
-    def send(self, batch: HostBatch, padded_to: int | None = None) -> None:
-        """Send the packet of `batch`; a decode batch is filled up to `padded_to` requests."""
+    def send(
+        self,
+        batch: HostBatch,
+        padded_to: int | None = None,
+        tokens_padded_to: int | None = None,
+    ) -> None:
+        """Send the packet of `batch`; filled up to `padded_to` requests, of one token each for a
+        batch of decodes, else the first with what `tokens_padded_to` lacks and the others with
+        none."""
         packet = self.packet.next()
         slot, rows, starts, lens, samples, last, free = self._offsets
         n, m = len(batch.idx_mapping_np), len(batch.sample_reqs)
@@ -100,7 +107,12 @@ class InputBuffers:
         packet[lens : lens + n] = batch.seq_lens_np
         packet[samples : samples + m] = batch.sample_reqs
         packet[last : last + m] = batch.query_start_loc_np[1:][batch.sample_reqs] - 1
-        if padded_to is not None:
+        if tokens_padded_to is not None:
+            assert padded_to is not None
+            packet[rows + n : rows + padded_to] = 0
+            packet[starts + n + 1 : starts + padded_to + 1] = tokens_padded_to
+            packet[lens + n : lens + padded_to] = 0
+        elif padded_to is not None:
             assert n == m == batch.num_tokens, "only batches of decodes are padded"
             packet[rows + n : rows + padded_to] = 0
             packet[starts + n : starts + padded_to + 1] = np.arange(n, padded_to + 1)

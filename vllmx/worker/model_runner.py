@@ -137,8 +137,10 @@ class GPUModelRunner:
         self.req_states.reset()
         self.block_tables.reset()
         model_config = self.vllm_config.model_config
-        self.sampler = Sampler(self.req_states, model_config.logprobs_mode, model_config.seed)
-        self.prompt_logprobs_worker = PromptLogprobsWorker(self.req_states)
+        invariant = self.vllm_config.kernel_config.batch_invariant
+        mode, seed = model_config.logprobs_mode, model_config.seed
+        self.sampler = Sampler(self.req_states, mode, seed, invariant)
+        self.prompt_logprobs_worker = PromptLogprobsWorker(self.req_states, invariant)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:

@@ -35,7 +35,8 @@ MAX_GROUP = 64
 class TritonAttentionMetadata:
     """One step's batch: the first `num_decodes` requests bring one new token each.
 
-    tiles: by their new tokens, int32 [num_tiles, 2] on the device, the work of the other requests.
+    tiles: by their new tokens, int32 [num_tiles, 2] on the device, the work of the other requests;
+    decode_lens: seq_lens of the requests that are decoded, int32 [num_decodes].
     """
 
     def __init__(self, common: CommonAttentionMetadata, processors: int) -> None:
@@ -50,6 +51,7 @@ class TritonAttentionMetadata:
         several = np.flatnonzero(self.query_lens != 1)
         self.num_decodes = int(several[0]) if len(several) else common.num_reqs
         self.num_reqs = common.num_reqs
+        self.decode_lens = self.seq_lens
         self._tiles: dict[int, Tensor] = {}
 
     def tiles(self, tokens: int) -> Tensor:
@@ -89,6 +91,27 @@ class TritonAttentionMetadataBuilder(AttentionMetadataBuilder):
         """See AttentionMetadataBuilder.build."""
         return TritonAttentionMetadata(common, processors_of(self.device))
 
+    def build_for_mixed_graph(
+        self, common: CommonAttentionMetadata, tiles: dict[int, Tensor]
+    ) -> MixedGraphMetadata:
+        """Metadata for a graph of batches with prompts in them; `tiles`: by tokens of a tile."""
+        return MixedGraphMetadata(common, processors_of(self.device), tiles)
+
+
+class MixedGraphMetadata(TritonAttentionMetadata):
+    """Any batch of up to `num_reqs` requests, all that is told of it on the device: every request
+    is decoded, which is nothing for those with several new tokens, and `tiles` are prefilled."""
+
+    def __init__(
+        self, common: CommonAttentionMetadata, processors: int, tiles: dict[int, Tensor]
+    ) -> None:
+        super().__init__(common, processors)
+        self.num_decodes = common.num_reqs
+        self.num_reqs = common.num_reqs + 1  # some are prefilled, too
+        counts = self.query_start_loc.diff()
+        self.decode_lens = torch.where(counts == 1, self.seq_lens, 0)
+        self._tiles = tiles
+
 
 class TritonAttentionBackend(AttentionBackend):
     """Triton kernels for decode and prefill."""
@@ -127,6 +150,11 @@ class TritonAttentionBackend(AttentionBackend):
         """A decode batch is read on the device alone."""
         return True
 
+    @classmethod
+    def supports_mixed_cudagraph(cls) -> bool:
+        """So is any batch, but for its tiles, which lie in a tensor that stays in place."""
+        return True
+
     @staticmethod
     def run(
         query: Tensor,
@@ -153,7 +181,7 @@ class TritonAttentionBackend(AttentionBackend):
                 key_cache,
                 value_cache,
                 metadata.block_table,
-                metadata.seq_lens,
+                metadata.decode_lens,
                 out,
                 *how,
                 splits=num_splits(decodes * num_kv_heads, longest, metadata.processors * 3 // 2),

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllmx.ir.op import register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
+from vllmx.ir.row_by_row import row_by_row
 
 SIZES = ((1, 2), (3, 128), (17, 3072), (63, 34))
 
@@ -31,6 +32,10 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     """x * sigmoid(gate), in float32 and rounded once; x, gate: [..., d], returns x's dtype."""
     return (x.to(torch.float32) * torch.sigmoid(gate.to(torch.float32))).to(x.dtype)
+
+
+silu_and_mul.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(silu_and_mul.fn, "x"))
+gelu_and_mul.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(gelu_and_mul.fn, "x"))
 
 
 @silu_and_mul.register_inputs

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vllmx.ir.ggml import BLOCK_SIZES, GGMLType
 from vllmx.ir.gguf_dequant import dequantize
-from vllmx.ir.op import register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
 
 
 @register_op
@@ -19,6 +19,8 @@ def dequantize_gguf(data: Tensor, qtype: int, dtype: torch.dtype) -> Tensor:
     """
     return dequantize(data, GGMLType(qtype), dtype)
 
+
+dequantize_gguf.set_batch_invariant(REFERENCE, ANY_DEVICE)
 
 QTYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 

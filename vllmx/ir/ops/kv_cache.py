@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllmx.ir.op import register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
 
 
 @register_op
@@ -43,6 +43,9 @@ def _stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
         limit = torch.finfo(dtype).max
         x = (x.to(torch.float32) / scale).clamp(-limit, limit)
     return x.to(dtype)
+
+
+reshape_and_cache.set_batch_invariant(REFERENCE, ANY_DEVICE)
 
 
 @reshape_and_cache.register_inputs

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllmx.ir.op import register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
+from vllmx.ir.row_by_row import row_by_row
 
 SIZES = ((1, 64), (3, 576), (17, 640), (63, 128), (2, 1))
 
@@ -64,6 +65,12 @@ def rms_norm_gated(
     normed = normed * torch.rsqrt(normed.pow(2).mean(dim=-1, keepdim=True) + epsilon)
     gate = torch.sigmoid(gate) if activation == "sigmoid" else F.silu(gate)
     return (normed * weight.to(torch.float32) * gate).to(x.dtype)
+
+
+rms_norm.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(rms_norm.fn, "x"))
+fused_add_rms_norm.set_batch_invariant(
+    REFERENCE, ANY_DEVICE, row_by_row(fused_add_rms_norm.fn, "x", "x_residual")
+)
 
 
 @rms_norm.register_inputs

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllmx.ir.op import register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
+from vllmx.ir.row_by_row import row_by_row
 
 
 @register_op(static_args=("weight", "bias"))
@@ -27,6 +28,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
     """weight[input_ids]; input_ids: int [num_tokens], weight: [vocab, hidden]."""
     return F.embedding(input_ids, weight)
+
+
+linear.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(linear.fn, "x"))
+embedding.set_batch_invariant(REFERENCE, ANY_DEVICE)
 
 
 @linear.register_inputs

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllmx.ir.op import register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
 from vllmx.ir.ops.kv_cache import reshape_and_cache
 from vllmx.ir.ops.layernorm import rms_norm
 from vllmx.ir.ops.rotary import rotary_embedding
+from vllmx.ir.row_by_row import row_by_row
 
 
 @register_op
@@ -53,6 +54,12 @@ def qk_norm_rope_cache(
     reshape_and_cache.fn(*rows, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     return rotated
 
+
+qk_norm_rope_cache.set_batch_invariant(
+    REFERENCE,
+    ANY_DEVICE,
+    row_by_row(qk_norm_rope_cache.fn, "qkv", "positions", "slot_mapping"),
+)
 
 for _dtype, _atol, _rtol in ((torch.float16, 4e-3, 2e-3), (torch.bfloat16, 3.2e-2, 1.6e-2)):
     qk_norm_rope_cache.set_tolerance(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllmx.ir.op import register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
 
 
 @register_op(static_args=("cos_sin_cache",))
@@ -44,6 +44,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox_style: 
         turned = torch.stack(pairs, dim=-1).flatten(-2)
     out = torch.cat((turned.to(x.dtype), heads[..., rotary_dim:]), dim=-1)
     return out.view(x.shape)
+
+
+rotary_embedding.set_batch_invariant(REFERENCE, ANY_DEVICE)
 
 
 @rotary_embedding.register_facts
