@@ -188,9 +188,9 @@ def now() -> str:
 def run_facts(root: Path = ROOT) -> dict[str, Any]:
     """What the `run` field says: commit, whether the tree differs from it, versions, machine type.
 
-    Where git says that files have changed, a stamp (parity/source_stamp.py) that says otherwise goes
-    before it: the copy may lie in a folder of another commit. A folder with neither counts as dirty:
-    nothing says what ran.
+    Where git says that files have changed, a stamp (parity/source_stamp.py) goes before it: the
+    copy may lie in a folder of another commit. A folder with neither counts as dirty: nothing says
+    what ran.
     """
     stamped = source_stamp.read(root)
     head = _git(root, "rev-parse", "HEAD")
