@@ -25,6 +25,9 @@ ROW_OPS = {
     "linear": ("x",),
     "embedding": ("input_ids",),
     "rotary_embedding": ("positions", "query", "key"),
+    "rms_norm_gated": ("x", "z"),
+    "mul_sigmoid": ("x", "gate"),
+    "topk_softmax": ("gating_output",),
 }
 CLAIMS = [
     (OPS[name], impl)
@@ -59,6 +62,18 @@ def drawn(op: str, width: int, dtype: torch.dtype, form: str) -> dict:
         "embedding": lambda: {
             "input_ids": torch.arange(ROWS) * 3 % 50,
             "weight": normal(50, width),
+        },
+        "rms_norm_gated": lambda: {
+            "x": normal(ROWS, width),
+            "weight": normal(width),
+            "z": normal(ROWS, width),
+            "epsilon": 1e-6,
+        },
+        "mul_sigmoid": lambda: {"x": normal(ROWS, width), "gate": normal(ROWS, width)},
+        "topk_softmax": lambda: {
+            "gating_output": normal(ROWS, width),
+            "topk": 4,
+            "renormalize": form == "tanh",
         },
         "rotary_embedding": lambda: {
             "positions": torch.arange(ROWS) + 3,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllmx.config import KernelConfig, RunConfig, VllmConfig, finalize
-from vllmx.exceptions import CheckpointError
+from vllmx.exceptions import CheckpointError, UserError
 from vllmx.ir.ops.gated_delta_rule import prefills_in_chunks
 from vllmx.ir.select import OpTable, load_ops
 from vllmx.layers.gated_delta_net import InterleavedLinear, QwenGatedDeltaNetAttention
@@ -182,3 +182,11 @@ def test_interleaved_rows_are_put_part_by_part() -> None:
     assert layer.load_weight("weight", None, rows[:, None], "in_proj.weight")
     layer.pack()
     assert layer(torch.ones(1, 1))[0].tolist() == list(range(16))
+
+
+def test_chunks_are_refused_where_results_must_not_depend_on_the_batch() -> None:
+    """Where a prompt is cut, and so its chunks, depends on what shares its steps."""
+    config = KernelConfig(batch_invariant=True)
+    assert OpTable(config, "cpu", torch.float32).bind("recurrent_gated_delta_rule")
+    with pytest.raises(UserError, match=r"chunk_gated_delta_rule.*batch_invariant"):
+        OpTable(config, "cpu", torch.bfloat16).bind("chunk_gated_delta_rule")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import HYBRID, VOCAB, save_tiny
+from checkpoints import HYBRID, VOCAB, build_engine, save_tiny
 from hybrid_driver import HybridDriver
 from safetensors.torch import load_file, save_file
 
+from vllmx import LLM, SamplingParams
 from vllmx.exceptions import CheckpointError
 
 
@@ -156,3 +157,32 @@ def test_halves_are_near_float32(text_only: Path, dtype: torch.dtype) -> None:
     # Twice what was measured, 0.026 and 0.0034; transformers in bfloat16 is 0.028 from its own
     # float32.
     assert mean < (0.05 if dtype == torch.bfloat16 else 0.007), mean
+
+
+# ------------------------------------------------------------------------- kernel.batch_invariant
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3next"])
+def test_a_request_gives_the_same_bits_whatever_shares_its_steps(name: str, tmp_path: Path) -> None:
+    """Alone and among others, in one piece and in several, prompt and answer."""
+    save_tiny(name, tmp_path / name)
+    prompts = [sequence(n, seed=n) for n in (1, 40, 17, 3, 29)]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=2
+    )
+
+    def bits(llm: LLM, asked: list[list[int]]) -> list[tuple]:
+        inputs = [{"prompt_token_ids": p} for p in asked]
+        found = []
+        for output in llm.generate(inputs, params, use_tqdm=False):
+            rows = [*output.outputs[0].logprobs, *(output.prompt_logprobs or [])[1:]]
+            scores = [[(t, v.logprob) for t, v in row.items()] for row in rows]
+            found.append((tuple(output.outputs[0].token_ids), scores))
+        return found
+
+    limits = {"batch_invariant": True, "max_model_len": 96, "max_num_seqs": 8}
+    llm = build_engine(tmp_path / name, **limits)
+    alone = [bits(llm, [p])[0] for p in prompts]
+    assert bits(llm, prompts) == alone
+    pieces = build_engine(tmp_path / name, **limits, max_num_batched_tokens=16)
+    assert bits(pieces, prompts) == alone

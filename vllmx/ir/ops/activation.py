@@ -34,6 +34,7 @@ def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     return (x.to(torch.float32) * torch.sigmoid(gate.to(torch.float32))).to(x.dtype)
 
 
+mul_sigmoid.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(mul_sigmoid.fn, "x", "gate"))
 silu_and_mul.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(silu_and_mul.fn, "x"))
 gelu_and_mul.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(gelu_and_mul.fn, "x"))
 mul_sigmoid.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(mul_sigmoid.fn, "x", "gate"))

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllmx.ir.op import register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
+from vllmx.ir.row_by_row import row_by_row
 
 
 @register_op
@@ -85,6 +86,33 @@ def _convolved(
         total = total + bias.float()
     return (F.silu(total) if activation == "silu" else total).to(inputs.dtype)
 
+
+def _token_by_token(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_states: Tensor,
+    query_start_loc: Tensor,
+    cache_indices: Tensor,
+    has_initial_state: Tensor,
+    activation: str | None = "silu",
+) -> Tensor:
+    """causal_conv1d_fn as a row of decodes."""
+    starts, out = query_start_loc.tolist(), torch.empty_like(x)
+    known = has_initial_state.tolist()
+    for i, block in enumerate(cache_indices.split(1)):
+        if not known[i]:
+            conv_states[block.long()] = 0
+        for t in range(starts[i], starts[i + 1]):
+            token = x[t : t + 1].clone()
+            out[t] = causal_conv1d_update.fn(token, conv_states, weight, bias, block, activation)
+    return out
+
+
+causal_conv1d_fn.set_batch_invariant(REFERENCE, ANY_DEVICE, _token_by_token)
+causal_conv1d_update.set_batch_invariant(
+    REFERENCE, ANY_DEVICE, row_by_row(causal_conv1d_update.fn, "x", "conv_state_indices")
+)
 
 BATCHES = (
     # (tokens of each request, which have a state, channels, width)

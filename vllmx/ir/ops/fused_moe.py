@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllmx.ir.op import register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
+from vllmx.ir.row_by_row import row_by_row
 
 
 @register_op
@@ -48,6 +49,14 @@ def fused_experts(
         found = F.linear(F.silu(gate) * up, w2_weight[expert]).float()
         out.index_add_(0, tokens, found * topk_weights[tokens, places, None])
     return out.to(hidden_states.dtype)
+
+
+topk_softmax.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(topk_softmax.fn))
+fused_experts.set_batch_invariant(
+    REFERENCE,
+    ANY_DEVICE,
+    row_by_row(fused_experts.fn, "hidden_states", "topk_weights", "topk_ids"),
+)
 
 
 @topk_softmax.register_inputs

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllmx.ir.op import register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
+from vllmx.ir.row_by_row import row_by_row
 
 CHUNK_SIZE = 64
 L2NORM_EPS = 1e-6
@@ -266,6 +267,21 @@ def _chunked(x: Tensor) -> Tensor:
     """[T, HV, d] -> [HV, T / 64, 64, d]."""
     return x.transpose(0, 1).unflatten(1, (-1, CHUNK_SIZE)).contiguous()
 
+
+fused_post_conv_prep.set_batch_invariant(
+    REFERENCE, ANY_DEVICE, row_by_row(fused_post_conv_prep.fn, "conv_output", "a", "b")
+)
+# Requests are computed one after another, token by token. Not so chunks: where a prompt is cut
+# depends on what shares its steps.
+recurrent_gated_delta_rule.set_batch_invariant(REFERENCE, ANY_DEVICE)
+fused_recurrent_gated_delta_rule_packed_decode.set_batch_invariant(
+    REFERENCE,
+    ANY_DEVICE,
+    row_by_row(
+        fused_recurrent_gated_delta_rule_packed_decode.fn,
+        *("mixed_qkv", "a", "b", "ssm_state_indices"),
+    ),
+)
 
 BATCHES = (
     # (tokens of each request, which have a state, key heads, value heads, size of a head)

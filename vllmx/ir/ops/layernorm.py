@@ -67,6 +67,7 @@ def rms_norm_gated(
     return (normed * weight.to(torch.float32) * gate).to(x.dtype)
 
 
+rms_norm_gated.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(rms_norm_gated.fn, "x", "z"))
 rms_norm.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(rms_norm.fn, "x"))
 fused_add_rms_norm.set_batch_invariant(
     REFERENCE, ANY_DEVICE, row_by_row(fused_add_rms_norm.fn, "x", "x_residual")
