@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from typing import Literal
 
 VERSION = "0.25.0"
@@ -26,4 +27,15 @@ def available() -> Literal[True] | str:
         return "upstream vLLM is not installed here; `nox -s oracle` makes its environment"
     if found[1] != VERSION:
         return f"{found[0]} is {found[1]}, goldens are of {VERSION}"
+    _narrow()
     return True
+
+
+def _narrow() -> None:
+    """Have upstream load its library for AVX2 where the environment asks torch for that: by itself
+    it chooses by what the CPU has. Called before upstream is imported."""
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":
+        import torch
+
+        torch.cpu._is_avx512_supported = lambda: False
+        torch.cpu._is_amx_tile_supported = lambda: False

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import safe_open
 
 from .dtypes import STORAGE, Array, from_bytes
-from .golden import DTYPES, NAMES, GoldenError
+from .golden import DTYPES, NAMES, GoldenError, read
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN_ENVIRONMENT = (
@@ -25,6 +25,15 @@ OWN_ENVIRONMENT = (
 )
 """Oracles that need the environment of `nox -s oracle`; the others run in vllmx's own."""
 SECONDS = 1200
+NARROW = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    # What another run has compiled for wider registers is not to be found.
+    "TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "vllmx" / "inductor-avx2"),
+}
+"""The environment of an oracle that computes with AVX2 where the CPU has more: wider registers sum
+in another order, and would give other bytes. Upstream's own library: oracles/vllm_pin.py."""
 
 
 class OracleBlocked(GoldenError):
@@ -81,13 +90,23 @@ def call(oracle: str, *arguments: Path, seconds: float = SECONDS, **environment:
         raise GoldenError(f"{oracle} ended with {done.returncode}: {done.stderr[-2000:]}")
 
 
-def ask(oracle: str, questions: Iterable[Question]) -> list[Answer]:
+def environment_of(path: Path) -> dict[str, str]:
+    """What an oracle is to be given so that it computes with what a golden was recorded with; where
+    there is none yet, with what is here."""
+    try:
+        device = str(read(path).facts["oracle"].get("device", "")) if path.is_file() else ""
+    except GoldenError:
+        device = ""
+    return NARROW if device.endswith("AVX2") else {}
+
+
+def ask(oracle: str, questions: Iterable[Question], **environment: str) -> list[Answer]:
     """Answers in the order of the questions; OracleBlocked where the oracle can't run here."""
     listed = list(questions)
     with tempfile.TemporaryDirectory() as folder:
         job, out = Path(folder) / "job.safetensors", Path(folder) / "out.safetensors"
         job.write_bytes(_job(listed))
-        call(oracle, job, out)
+        call(oracle, job, out, **environment)
         return _answers(listed, out)
 
 

@@ -55,6 +55,7 @@ def test_a_refusal_of_a_real_provider_is_told_and_a_missing_library_is_none(monk
     monkeypatch.setattr(impl, "supports", lambda context: "takes nothing today")
     assert Listed(ROOT).refusal(shown) == "takes nothing today"
     assert shown.key not in {c.key for c in Listed(ROOT).ops("rms_norm")}
+    monkeypatch.setattr(impl, "supports", lambda context: True)
     monkeypatch.setattr(impl, "supported", "there is no compiler here")
     assert Listed(ROOT).refusal(shown) == ""
     gone = dataclasses.replace(shown, provider="cublas")
