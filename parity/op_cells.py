@@ -30,6 +30,7 @@ GPU_LANE = "gpu-lane"
 """Mode of cells on a GPU that are judged against upstream's CUDA kernels."""
 OUTSIDE = {
     ("triton", "cpu"): "Triton kernels run on a GPU",
+    ("triton_fixed", "cpu"): "Triton kernels run on a GPU",
 }
 
 
