@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from vllmx.cli_args import did_you_mean
 from vllmx.config import RunConfig
 from vllmx.exceptions import UserError
 
@@ -26,7 +27,7 @@ from .checkpoints import oracle_folder
 from .golden import GoldenError
 from .model_gate import stream_errors
 from .model_golden import ask, load
-from .model_table import FLOOR_LANE, MODELS, ModelEntry
+from .model_table import FLOOR_LANE, MODELS, PROVIDERS, ModelEntry
 
 EMBEDDING = -1
 """What stands before the first layer, as a layer."""
@@ -106,8 +107,15 @@ def blame(errors: Sequence[LayerError], smallest: float) -> int | None:
 
 
 def bisect(entry: ModelEntry, provider: str) -> Bisected:
-    """What a model's errors come from; OracleBlocked without transformers."""
+    """What a model's errors come from; OracleBlocked without transformers, UserError for a provider
+    that models are not replayed with."""
     from .model_engine import build
+
+    if provider not in PROVIDERS:
+        hint = did_you_mean(provider, list(PROVIDERS))
+        raise UserError(
+            f"parity.provider={provider}: models run with {' or '.join(PROVIDERS)}.{hint}"
+        )
 
     sequence = entry.forced()[-1]
     job = {**entry.job(str(oracle_folder(entry))), "prompts": [], "forced": [sequence]}

@@ -196,7 +196,7 @@ def run_facts(root: Path = ROOT) -> dict[str, Any]:
     head = _git(root, "rev-parse", "HEAD")
     changed = _git(root, "status", "--porcelain", "--untracked-files=normal")
     commit, dirty = head or "", head is None or changed is None or bool(dirty_paths(changed))
-    if dirty and stamped is not None:
+    if dirty and stamped is not None and stamped.commit != commit:
         commit, dirty = stamped.commit, bool(stamped.changed)
     return {
         "git": commit,

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,8 +44,11 @@ def jobs_of(kinds: list[str]) -> list[list[str]]:
     return jobs
 
 
-def run(job: list[str], folder: Path, deadline: float) -> tuple[list[str], float, str]:
-    """(job, seconds, what it printed); its evidence is in `folder`."""
+UNFINISHED = 2
+
+
+def run(job: list[str], folder: Path, deadline: float) -> tuple[int, float, str]:
+    """(exit code, seconds, what it printed); its evidence is in `folder`."""
     started = time.monotonic()
     command = [sys.executable, "-m", "vllmx", "parity", job[0], "device=cuda", *job[1:]]
     command += ["--output-dir", str(folder)]
@@ -56,10 +60,18 @@ def run(job: list[str], folder: Path, deadline: float) -> tuple[list[str], float
             text=True,
             timeout=max(deadline - started, 1.0),
         )
-        text = done.stdout + done.stderr
+        code, text = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired:
-        text = f"stopped after {MINUTES} minutes; what it would have shown is missing"
-    return job, time.monotonic() - started, text
+        code, text = UNFINISHED, "stopped for want of time; what it would have shown is missing"
+    return code, time.monotonic() - started, text
+
+
+def gravest(codes: Iterable[int]) -> int:
+    """The exit code of several runs: a failure, else something invalid, else blocked."""
+    found = set(codes)
+    # Whatever else a job ends with, it has not done what it was to do.
+    unknown = found - {0, 1, 2, 3}
+    return next((code for code in (1, 2, 3) if code in found or (code == 1 and unknown)), 0)
 
 
 def main() -> int:
@@ -86,19 +98,26 @@ def main() -> int:
             pool.submit(run, job, folders / str(number), deadline)
             for number, job in enumerate(jobs)
         ]
+        codes = []
         with log.open("w", encoding="utf-8") as file:
-            for future in running:
-                job, seconds, text = future.result()
-                print(f"== {' '.join(job)}: {seconds:.0f} s\n{text}", file=file, flush=True)
+            for job, future in zip(jobs, running):
+                code, seconds, text = future.result()
+                codes.append(code)
+                print(f"== {' '.join(job)}: {code}, {seconds:.0f} s\n{text}", file=file, flush=True)
         for folder in sorted(folders.iterdir()):
             rows += evidence.load(folder)
+    bad = [" ".join(job) for job, code in zip(jobs, codes) if code not in (0, 1, 3)]
+    print(f"unfinished: {', '.join(bad)}" if bad else f"{len(jobs)} jobs, all to their end")
+    if not rows:
+        print("no evidence at all")
+        return gravest(codes) or UNFINISHED
     verdicts = [row["verdict"] for row in rows]
     for row in rows:
         if row["verdict"] != "pass":
             print(*(row[k] for k in ("verdict", "feature", "case", "provider", "mode", "reason")))
     counts = ", ".join(f"{verdicts.count(name)} {name}" for name in WORST_FIRST[::-1])
     print(f"{len(rows)} cells of a GPU: {counts}; {evidence.append(rows, options.out)}")
-    return next((EXIT[name] for name in WORST_FIRST if name in verdicts), 2)
+    return gravest([*codes, *(EXIT[verdict] for verdict in verdicts)])
 
 
 if __name__ == "__main__":

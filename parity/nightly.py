@@ -40,6 +40,8 @@ class Step:
     share: float = 1.0
     short: bool = True
     on_device: bool = False
+    gpu: bool = False
+    """Whether it only makes sense where there is a GPU."""
 
 
 STEPS = (
@@ -49,6 +51,7 @@ STEPS = (
     Step("replay", ("replay",), 0.4, on_device=True),
     Step("probe", ("probe",), 0.2, short=False, on_device=True),
     Step("collect", ("collect",), 0.6),
+    Step("collect-gpu", ("collect", "device=cuda"), 0.3, gpu=True),
     Step("upstream", ("upstream-tests", "output_dir=reports"), 0.6, short=False),
     Step("mutate", ("mutate",), 0.6, short=False),
 )
@@ -76,11 +79,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(names) - {step.name for step in STEPS}:
         parser.error(f"no step {', '.join(sorted(unknown))}")
     chosen = [s for s in STEPS if (s.name in names if names else s.short or not options.short)]
+    if not has_gpu(options.device):
+        chosen = [step for step in chosen if not step.gpu]
     outcomes = run_all(chosen, 60 * options.minutes, options.device)
     for outcome in outcomes:
         meaning = MEANING.get(outcome.code, "failed")
         print(f"{outcome.step:<9} {meaning:<12} {outcome.seconds:.0f} s")
     return gravest(outcomes)
+
+
+def has_gpu(device: str) -> bool:
+    """Whether there is a GPU here, and it may be used."""
+    import torch
+
+    return device != "cpu" and torch.cuda.is_available()
 
 
 def run_all(steps: Sequence[Step], seconds: float, device: str) -> list[Outcome]:

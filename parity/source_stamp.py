@@ -5,13 +5,14 @@
 
 The stamp holds the commit object and the list of its files. A copy is of that commit if the files'
 hashes add up to the tree that the object names, and the object has the hash that the stamp says:
-nothing is taken on trust. A file of code that the list doesn't know, or one that differs, makes the
-copy a changed tree.
+nothing is taken on trust. A file that differs, or one that the list doesn't know and that is not of
+the kinds that git ignores here, makes the copy a changed tree.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -19,8 +20,16 @@ from pathlib import Path
 from typing import Any
 
 STAMP = ".commit-stamp"
-CODE_FOLDERS = ("conf", "oracles", "parity", "tests", "vllmx")
-CODE_SUFFIXES = (".py", ".c", ".yaml", ".tsv", ".txt")
+IGNORED = (
+    "__pycache__",
+    ".git",
+    ".pytest_cache",
+    ".hypothesis",
+    ".ruff_cache",
+    ".mypy_cache",
+    ".nox",
+)
+"""Folders that hold nothing of ours; so do those that start with .venv."""
 OUTPUTS = ("parity/evidence/", "reports/")
 """What runs write themselves: a change there doesn't make a tree dirty."""
 
@@ -48,23 +57,29 @@ def read(root: Path) -> Stamped | None:
     path = root / STAMP
     if not path.is_file():
         return None
-    commit, size, rest = path.read_bytes().split(b"\n", 2)
-    body, listed = rest[: int(size)], rest[int(size) :].decode()
-    entries = [line.split("\t", 1) for line in listed.splitlines() if line]
-    files = {name: tuple(facts.split()) for facts, name in entries}
+    try:
+        commit, size, rest = path.read_bytes().split(b"\n", 2)
+        body, listed = rest[: int(size)], rest[int(size) :].decode()
+        entries = [line.split("\t", 1) for line in listed.splitlines() if line]
+        files = {name: tuple(facts.split()) for facts, name in entries}
+    except ValueError:
+        return None
     tree = body.split(b"\n", 1)[0].removeprefix(b"tree ").decode()
     if _hash("commit", body) != commit.decode() or _tree(files) != tree:
         return None
     changed = [name for name, facts in files.items() if _blob(root / name) != facts[2]]
-    known = files.keys()
-    found = (p for folder in CODE_FOLDERS for p in sorted((root / folder).rglob("*")))
-    new = [
-        name
-        for p in found
-        if p.suffix in CODE_SUFFIXES and (name := p.relative_to(root).as_posix()) not in known
-    ]
+    new = [name for name in _found(root) if name not in files and name != STAMP]
     differing = [name for name in (*changed, *new) if not name.startswith(OUTPUTS)]
     return Stamped(commit.decode(), tuple(differing))
+
+
+def _found(root: Path) -> list[str]:
+    """The files below `root` that git would see."""
+    found: list[str] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(f for f in folders if f not in IGNORED and not f.startswith(".venv"))
+        found += [(Path(folder) / name).relative_to(root).as_posix() for name in sorted(names)]
+    return found
 
 
 def _hash(kind: str, body: bytes) -> str:

@@ -89,6 +89,28 @@ def test_an_engine_that_does_not_start_tells_why(folder, upstream, tmp_path, cap
     assert code == 2 and "no such device" in capsys.readouterr().err
 
 
+def test_an_engine_that_dies_tells_where(folder, upstream, tmp_path, capsys) -> None:
+    (tmp_path / "vllm.py").write_text(
+        "import os\nfrom vllmx import LLM as Real, SamplingParams\n"
+        "class LLM(Real):\n"
+        "    def generate(self, prompts, *args, **kwargs):\n"
+        "        if len(prompts) > 1: os._exit(3)\n"
+        "        return super().generate(prompts, *args, **kwargs)\n"
+    )
+    code = main(
+        [
+            *("bench", "side-by-side", f"model.model={folder}", "device=cpu", "--dtype=float32"),
+            *(f"bench.upstream_python={upstream}", 'bench.rows=["2x8+4"]', "--max-model-len=128"),
+        ]
+    )
+    assert code == 2 and "upstream in-process died at" in capsys.readouterr().err
+
+
+def test_a_start_needs_a_model(capsys) -> None:
+    assert main(["bench", "startup"]) == 2
+    assert "no model is given" in capsys.readouterr().err
+
+
 def test_starts_are_timed_from_the_process_to_the_first_token(folder, upstream, capsys) -> None:
     code = main(["bench", "startup", f"model.model={folder}", "device=cpu", "bench.num_iters=1"])
     shown = capsys.readouterr()

@@ -43,16 +43,32 @@ def test_a_whole_copy_is_of_its_commit(copy) -> None:
     assert not evidence.run_facts(folder)["dirty"], "what runs write themselves"
 
 
-@pytest.mark.parametrize("change", ["edited", "removed", "added"])
+CHANGES = {
+    "edited": "vllmx/a.py",
+    "removed": "conf/c.yaml",
+    "added": "vllmx/new.py",
+    "added at the top": "torch.py",
+    "added of another kind": "vllmx/core/c.so",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_copy_is_dirty(copy, change) -> None:
     folder, commit = copy
-    name = {"edited": "vllmx/a.py", "removed": "conf/c.yaml", "added": "vllmx/new.py"}[change]
+    name = CHANGES[change]
     if change == "removed":
         (folder / name).unlink()
     else:
         (folder / name).write_text("changed")
     assert source_stamp.read(folder) == source_stamp.Stamped(commit, (name,))
     assert evidence.run_facts(folder)["dirty"]
+
+
+@pytest.mark.parametrize("text", ["", "abc\n", "abc\nx\n", "abc\n4\ntree"])
+def test_a_torn_stamp_says_nothing(copy, text) -> None:
+    folder, _ = copy
+    (folder / STAMP).write_text(text)
+    assert source_stamp.read(folder) is None
 
 
 @pytest.mark.parametrize("part", ["commit", "body", "files"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Collection
 from typing import Any
 
@@ -21,21 +20,26 @@ SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 """What may be said of a layer; queries and probabilities are not quantised here, so that their two
 are checked and left aside."""
 
-# How writers of checkpoints call them -> what an attention layer calls them; the first that fits.
-_PATTERNS = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\.self_attn\.[kv]_proj\.([kv])_scale$", r".self_attn.attn.\1_scale"),
-        (r"\.self_attn\.(?:qkv|qkqkv)_proj\.([kv])_scale$", r".self_attn.attn.\1_scale"),
-        (r"\.mixer\.[kv]_proj\.([kv])_scale$", r".mixer.attn.\1_scale"),
-        (r"\.self_attn\.q\.scale$", r".self_attn.attn.q_scale"),
-        (r"\.self_attn\.([kv])_cache\.scale$", r".self_attn.attn.\1_scale"),
-        (r"(?:\.attn)?\.([qkv])_scale$", r".attn.\1_scale"),
-        (r"\.([qkv])_zero_point$", r".attn.\1_zero_point"),
-        (r"\.kv_scale$", r".attn.k_scale"),
-        (r"\.prob_scale$", r".prob_scale"),
-    )
+# How writers of checkpoints name the scale of a letter, {0}: the letters, what stands before the
+# module, the module and its scale, and the module that has it here.
+_SPELLINGS = (
+    ("kv", ".self_attn", "{0}_proj.{0}_scale", ".self_attn.attn"),
+    ("kv", ".self_attn", "qkv_proj.{0}_scale", ".self_attn.attn"),
+    ("kv", ".self_attn", "qkqkv_proj.{0}_scale", ".self_attn.attn"),
+    ("kv", ".mixer", "{0}_proj.{0}_scale", ".mixer.attn"),
+    ("q", ".self_attn", "{0}.scale", ".self_attn.attn"),
+    ("kv", ".self_attn", "{0}_cache.scale", ".self_attn.attn"),
+    ("qkv", ".attn", "{0}_scale", ".attn"),
+    ("qkv", "", "{0}_scale", ".attn"),
+)
+_ENDINGS = [
+    (f"{before}.{spelling.format(letter)}", f"{module}.{letter}_scale")
+    for letters, before, spelling, module in _SPELLINGS
+    for letter in letters
 ]
+_ENDINGS += [(f".{letter}_zero_point", f".attn.{letter}_zero_point") for letter in "qkv"]
+_ENDINGS += [(".kv_scale", ".attn.k_scale"), (".prob_scale", ".prob_scale")]
+"""(end of a checkpoint's name, what stands in its place), in the order in which they are tried."""
 
 
 def maybe_remap_kv_scale_name(name: str, params_dict: Collection[str]) -> str | None:
@@ -46,11 +50,10 @@ def maybe_remap_kv_scale_name(name: str, params_dict: Collection[str]) -> str | 
     """
     if name in params_dict:
         return name
-    for pattern, replacement in _PATTERNS:
-        if not pattern.search(name):
-            continue
-        ours = pattern.sub(replacement, name)
-        return ours if ours in params_dict else None
+    for ending, replacement in _ENDINGS:
+        if name.endswith(ending):
+            ours = name.removesuffix(ending) + replacement
+            return ours if ours in params_dict else None
     return name
 
 

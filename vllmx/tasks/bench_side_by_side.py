@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,10 @@ class Child:
     def timed(self, work: dict[str, int]) -> tuple[float, list[list[int]]]:
         """(seconds, token ids of each answer) of one batch."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps(work), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
+        line = ""
+        with suppress(BrokenPipeError):  # it has died since; its log says of what
+            print(json.dumps(work), file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
         if not line:
             tail = self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
             raise UserError(f"bench: {self.name} died at {work}; the end of what it said:\n{tail}")
@@ -67,7 +70,8 @@ class Child:
     def close(self) -> None:
         """End the process."""
         if self.process.stdin is not None:
-            self.process.stdin.close()
+            with suppress(BrokenPipeError):
+                self.process.stdin.close()
         try:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:

@@ -15,6 +15,7 @@ from typing import Any
 
 from vllmx.config import RunConfig
 from vllmx.tasks.bench_side_by_side import OURS, Child, options_of, start
+from vllmx.tasks.local import require_model
 
 CACHE = "TRITON_CACHE_DIR"
 """Names the folder of compiled kernels, which Triton keys by their source and its own version; set
@@ -23,13 +24,14 @@ for the child alone. The C kernels of a CPU are compiled once a machine and stay
 
 def measure_startup(config: RunConfig) -> dict[str, Any]:
     """Seconds of one cold start and bench.num_iters warm ones; the table goes to stderr."""
+    require_model(config)
     options = options_of(config)
     options["model"] = config.model.name or options["model"]
     with tempfile.TemporaryDirectory(prefix="vllmx-startup-") as scratch:
         folder = Path(scratch)
         caches = {CACHE: str(folder / "kernels")}
         runs = []
-        for number in range(1 + config.bench.num_iters):
+        for number in range(1 + max(config.bench.num_iters, 1)):
             child = start(f"start {number}", sys.executable, OURS, options, folder, **caches)
             try:
                 child.wait_ready()

@@ -12,7 +12,9 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +66,27 @@ def capture_sizes(config: CompilationConfig, max_num_seqs: int) -> list[int]:
             f"compilation.cudagraph_capture_sizes={sizes}: batch sizes are positive numbers."
         )
     return sorted({size for size in sizes if size <= max_num_seqs})
+
+
+def capture(
+    step: Callable[[], Tensor], pool: Any, stream: torch.cuda.Stream
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """The graph of `step`, and what it returns when the graph is replayed.
+
+    Not torch.cuda.graph: that collects garbage and empties the caches each time.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool)
+        try:
+            result = step()
+        except BaseException:
+            # The end of a capture that an error broke has one of its own, which says nothing.
+            with suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    return graph, result
 
 
 class CudaGraphManager:
@@ -144,14 +167,9 @@ class ModelCudaGraphManager(CudaGraphManager):
             self.decode_step(size)
             torch.cuda.synchronize()
             before = torch.cuda.mem_get_info()[0]
-            graph = torch.cuda.CUDAGraph()
-            # Not torch.cuda.graph: that collects garbage and empties the caches each time.
-            with torch.cuda.stream(self._stream):
-                graph.capture_begin(pool=self._pool)
-                try:
-                    self.hidden_states[size] = self.decode_step(size)
-                finally:
-                    graph.capture_end()
+            graph, self.hidden_states[size] = capture(
+                partial(self.decode_step, size), *self.pool_and_stream()
+            )
             self.graphs[size] = graph
             torch.cuda.synchronize()
             taken.append(before - torch.cuda.mem_get_info()[0])

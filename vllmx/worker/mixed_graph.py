@@ -21,6 +21,7 @@ from vllmx.forward_context import ForwardContext, set_forward_context
 from vllmx.kernels.triton_attention import tokens_of_a_tile
 from vllmx.layers.attention import attention_layers
 from vllmx.worker.buffer_utils import PackedBuffer
+from vllmx.worker.cudagraph_utils import capture
 from vllmx.worker.input_batch import HostBatch
 
 if TYPE_CHECKING:
@@ -141,15 +142,8 @@ class MixedGraph:
         self.step()
         torch.cuda.synchronize()
         before = torch.cuda.mem_get_info()[0]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool)
-            try:
-                self.hidden_states = self.step()
-            finally:
-                graph.capture_end()
+        self.graph, self.hidden_states = capture(self.step, pool, stream)
         torch.cuda.synchronize()
-        self.graph = graph
         taken = before - torch.cuda.mem_get_info()[0]
         logger.info(
             "captured the graph of steps of %d tokens, %.2f GiB", self.num_tokens, taken / 2**30
