@@ -2,18 +2,21 @@
 """Our log-probabilities on a GPU beside upstream's, with upstream's own noise as the measure.
 
     python -m parity.gpu_tokens --model FOLDER --lanes FILE.npz --prompts FILE.json --out FILE.json
+    python -m parity.gpu_tokens --model FOLDER --golden NAME --out FILE.json
 
 FILE.npz has, by run of upstream's, RUN_tok int32 [n, t], RUN_ids int32 [n, t, k] and RUN_lp float32
 [n, t, k]: the tokens of free greedy runs of the same prompts, and the k likeliest with their
 log-probabilities; the run `graph_b64` is what all are compared with. Ours is forced through its
 tokens (every position has the same prefix) and also runs freely. Upstream's other runs can only be
-compared up to the first token that differs, as they ran freely.
+compared up to the first token that differs, as they ran freely. A golden (gpu_models.py) has the
+eager run forced through the graph run's tokens, so that both see the same everywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ import numpy as np
 BASE = "graph_b64"
 OTHER = "eager_b64"
 LISTED = 64
+LIKELIEST = 6
+"""Tokens of a golden's position that are compared."""
 LIMITS = {"mean": 0.053, "p99": 0.25}
 """Upstream's eager run against its graph run, mean and 99th percentile, nat."""
 
@@ -113,17 +118,46 @@ def flips(llm: Any, prompts: list[list[int]], lanes: dict[str, np.ndarray]) -> d
     return {"rows": len(prompts), "equal": equal, "first_flips": gaps}
 
 
+def of_golden(llm: Any, name: str) -> dict[str, Any]:
+    """Ours and upstream's eager run, both forced through the tokens of the golden's graph run."""
+    from vllmx import SamplingParams
+
+    from .gpu_models import EAGER, GRAPH, load
+
+    lanes = load(name)
+    base = {key: array.data for key, array in lanes[GRAPH].tensors.items()}
+    eager = lanes[EAGER].tensors["lp.val"].data - base["lp.val"]
+    bounds = list(pairwise(base["offsets"].tolist()))
+    given = [{"prompt_token_ids": base["tokens"][a:b].tolist()} for a, b in bounds]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=LISTED, detokenize=False)
+    found: list[float] = []
+    position = 0
+    for output in llm.generate(given, params, use_tqdm=False):
+        for ours in output.prompt_logprobs[1:]:
+            row = zip(base["lp.ids"][position, :LIKELIEST], base["lp.val"][position, :LIKELIEST])
+            found += [ours[int(t)].logprob - float(v) for t, v in row if int(t) in ours]
+            position += 1
+    likeliest = eager[:, :LIKELIEST]
+    return {
+        "upstream's eager run": figures(likeliest[np.isfinite(likeliest)].astype(np.float64)),
+        "ours, forced": figures(np.array(found, dtype=np.float64)),
+    }
+
+
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    for name in ("model", "lanes", "prompts", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--golden", help="a model of goldens/models_gpu")
+    parser.add_argument("--lanes", type=Path)
+    parser.add_argument("--prompts", type=Path)
     options = parser.parse_args()
+    if options.golden is None and None in (options.lanes, options.prompts):
+        parser.error("give --golden, or --lanes and --prompts")
     from vllmx import LLM
     from vllmx.tasks.bench_side_by_side import environment
 
-    lanes = dict(np.load(options.lanes))
-    prompts = json.loads(options.prompts.read_text())
     llm = LLM(
         model=str(options.model),
         dtype="bfloat16",
@@ -134,13 +168,15 @@ def main() -> None:
         enable_prefix_caching=False,
         kv_cache_memory_bytes=4 << 30,
     )
-    told = {
-        "environment": environment(),
-        "limits": LIMITS,
-        "upstream's eager run": upstream_noise(lanes, OTHER),
-        "ours, forced": figures(forced(llm, prompts, lanes)),
-        "ours, free": flips(llm, prompts, lanes),
-    }
+    told: dict[str, Any] = {"environment": environment(), "limits": LIMITS}
+    if options.golden is not None:
+        told |= of_golden(llm, options.golden)
+    else:
+        lanes = dict(np.load(options.lanes))
+        prompts = json.loads(options.prompts.read_text())
+        told["upstream's eager run"] = upstream_noise(lanes, OTHER)
+        told["ours, forced"] = figures(forced(llm, prompts, lanes))
+        told["ours, free"] = flips(llm, prompts, lanes)
     options.out.write_text(json.dumps(told, indent=1) + "\n")
     print(json.dumps(told, indent=1))
 

@@ -98,7 +98,7 @@ def record(entry: ModelEntry, lanes: list[str], known: Path = golden.MODELS) -> 
     again = {lane: environment_of(known / entry.golden(lane)) for lane in {GOLDEN_LANE, *lanes}}
     first, told = ask(GOLDEN_LANE, entry.job(folder), **again[GOLDEN_LANE])
     _check(entry, first)
-    found[GOLDEN_LANE] = _pack(entry, GOLDEN_LANE, first, told)
+    found[GOLDEN_LANE] = pack_answer(entry, GOLDEN_LANE, first, told)
     for lane in lanes:
         if lane == GOLDEN_LANE:
             continue
@@ -109,7 +109,7 @@ def record(entry: ModelEntry, lanes: list[str], known: Path = golden.MODELS) -> 
         if not np.array_equal(answer["lp.ids"], first["lp.ids"]):
             raise GoldenError(f"{entry.name}: {lane} scored other ids than it was asked")
         kept = {name: answer[name] for name in ("lp.val", "lp.next", "lp.top", "stream")}
-        found[lane] = _pack(entry, lane, kept, told)
+        found[lane] = pack_answer(entry, lane, kept, told)
     return found
 
 
@@ -123,7 +123,7 @@ def _check(entry: ModelEntry, answer: dict[str, np.ndarray]) -> None:
         raise GoldenError(f"{entry.name}: degenerate, nearly every position predicts the same")
 
 
-def _pack(
+def pack_answer(
     entry: ModelEntry, lane: str, answer: dict[str, np.ndarray], told: dict[str, Any]
 ) -> bytes:
     tensors: dict[str, Array] = {}

@@ -21,7 +21,7 @@ from typing import Any
 
 from vllmx.config import RunConfig
 
-from . import calibrate, golden, policy
+from . import calibrate, golden, gpu_models, policy
 from .compare import compare_exact, compare_float, teeth
 from .dtypes import Array, array
 from .golden import GoldenError
@@ -271,6 +271,8 @@ def record_models(select: str | None, check: bool, folder: Path = golden.MODELS)
 def run(config: RunConfig) -> int:
     """The verb: every kind that `select` names; the gravest exit code."""
     parity = config.parity
+    if parity.oracle == gpu_models.ORACLE:
+        return gpu_models.record(parity.select, parity.check)
     # An oracle of ops says nothing of the other kinds; models take an hour, so they are named.
     kinds = ("ops",) if parity.oracle else ("ops", "schedule", "text")
     codes = []
