@@ -237,6 +237,8 @@ def parse_text(spec: Field, where: str, text: str) -> Any:
             return {"true": True, "false": False}[text.lower()]
         if spec.kind in ("dict", "node"):
             return check_value(spec, where, json.loads(text))
+    except UserError:
+        raise  # it names the field within the JSON
     except (ValueError, KeyError) as error:
         raise UserError(
             f"{where}: {_needs(spec)}, got {text!r}. {_detail(error)}".strip()

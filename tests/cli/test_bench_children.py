@@ -66,6 +66,7 @@ def test_two_engines_answer_the_same_rows_in_turn(folder, upstream, tmp_path, ca
         (["bench.upstream_modes=[fast]"], "name some of in-process, multiprocessing"),
         (["model.model=/nowhere"], "model=FOLDER"),
         (["bench.upstream_python=null"], "bench.upstream_python=PATH"),
+        (["bench.upstream_python=/nowhere/python"], "there is no such program"),
     ],
 )
 def test_what_is_wrong_is_named(folder, upstream, wrong, words, capsys) -> None:

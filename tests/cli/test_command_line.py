@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a command line means: values, models, sweeps and mistakes, without an engine."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from vllmx.cli import COMMANDS, compose_runs, main, parse
 from vllmx.config import RunConfig
+from vllmx.exceptions import UserError
 
 ODD_TEXTS = [
     "It's",
@@ -318,3 +320,18 @@ def test_a_sweep_ends_with_the_worst_of_its_codes(codes, worst, monkeypatch) -> 
     left = iter(codes)
     monkeypatch.setattr(info, "run", lambda run, started: next(left))
     assert cli.execute("info", [("", RunConfig())] * len(codes)) == worst
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--compilation-config", '{"cudagraph_mode": "FULLL"}'), "'FULLL' is not one of"),
+        (("--compilation-config", '{"cudagraph_mod": "FULL"}'), "no field 'cudagraph_mod'"),
+        (("--kv-transfer-config", '{"kv_role": "kv_bth"}'), "'kv_bth' is not one of"),
+        (("--compilation-config", '{"cudagraph_mode"'), "needs a JSON object"),
+        (("--compilation-config", "[1]"), "needs a JSON object"),
+    ],
+)
+def test_what_is_wrong_within_json_is_named(arguments, words) -> None:
+    with pytest.raises(UserError, match=re.escape(words)):
+        composed("generate", *arguments)

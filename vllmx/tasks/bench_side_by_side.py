@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -50,8 +51,7 @@ class Child:
         line = self.process.stdout.readline()
         self.ready_s = time.perf_counter() - self.started
         if not line:
-            tail = self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
-            raise UserError(f"bench: {self.name} did not start; the end of what it said:\n{tail}")
+            raise UserError(f"bench: {self.name} did not start: {self.last_words()}")
         self.told = json.loads(line)["ready"]
 
     def timed(self, work: dict[str, int]) -> tuple[float, list[list[int]]]:
@@ -62,10 +62,16 @@ class Child:
             print(json.dumps(work), file=self.process.stdin, flush=True)
             line = self.process.stdout.readline()
         if not line:
-            tail = self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
-            raise UserError(f"bench: {self.name} died at {work}; the end of what it said:\n{tail}")
+            raise UserError(f"bench: {self.name} died at {work}: {self.last_words()}")
         answer = json.loads(line)
         return answer["seconds"], answer["tokens"]
+
+    def last_words(self) -> str:
+        """The last lines of its log that say anything."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        told = [line.strip() for line in lines if line.strip() and "Warning" not in line]
+        errors = [line for line in told if "Error" in line]
+        return " / ".join((errors or told)[-2:]) or "it said nothing"
 
     def close(self) -> None:
         """End the process."""
@@ -132,8 +138,8 @@ def measure_side_by_side(config: RunConfig) -> dict[str, Any]:
     described = Path(config.model.model or "") / "config.json"
     if not config.model.model or not described.is_file():
         raise UserError(
-            "bench side-by-side: give model=FOLDER, a checkpoint that both engines can load "
-            "(config.json and safetensors)."
+            "bench side-by-side: give model=FOLDER, a checkpoint that both engines can load: "
+            "config.json and safetensors. Named models are GGUF files, which it does not take."
         )
     options["model"] = str(described.parent.resolve())
     hf_config = json.loads(described.read_text(encoding="utf-8"))
@@ -171,6 +177,11 @@ def _started(config: RunConfig, options: dict[str, Any], folder: Path) -> list[C
         raise UserError(
             "bench side-by-side: give bench.upstream_python=PATH, an interpreter that has vllm "
             "(`nox -s oracle` makes one for a CPU)."
+        )
+    if shutil.which(bench.upstream_python) is None:
+        raise UserError(
+            f"bench.upstream_python={bench.upstream_python}: there is no such program; give the "
+            "interpreter that has vllm."
         )
     if not bench.upstream_modes or set(bench.upstream_modes) - MODES.keys():
         raise UserError(
