@@ -104,20 +104,31 @@ def accepted(impl: IrOpImpl, inputs: dict, dtype: torch.dtype) -> bool:
     return impl.refusal(OpContext(device, dtype, facts)) is None
 
 
-@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+@pytest.fixture
 def threads(request):
+    """Threads of torch; Triton's interpreter runs a program after another whatever there are."""
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("pair", CLAIMS, ids=lambda pair: f"{pair[0].name}-{pair[1].provider}")
+def threads_of(provider: str) -> tuple[int, ...]:
+    return (1,) if provider.startswith("triton") else (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("pair", "threads"),
+    [
+        pytest.param(pair, n, id=f"{n} threads-{pair[0].name}-{pair[1].provider}")
+        for pair in CLAIMS
+        for n in threads_of(pair[1].provider)
+    ],
+    indirect=["threads"],
+)
 def test_a_row_alone_and_among_others(pair: tuple[IrOp, IrOpImpl], threads: int) -> None:
     op, impl = pair
     names, tried = ROW_OPS[op.name], 0
     interpreted = impl.provider.startswith("triton")
-    if interpreted and threads > 1:
-        pytest.skip("Triton's interpreter runs a program after another")
     counts = (1, 17, 65) if interpreted else COUNTS
     looked_at = [0, 1, 5, 16, 33, 64, 69] if interpreted else list(range(ROWS))
     for width in (164,) if interpreted else (64, 100, 576, 1536):
@@ -185,12 +196,14 @@ def attend(backend, made: dict, batch: list[tuple[int, int, int]], **how) -> lis
     return list(out.split([b - a for _, a, b in batch]))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "threads"),
+    [(name, n) for name in VARIANTS for n in threads_of(name)],
+    indirect=["threads"],
+)
 @pytest.mark.parametrize("how", [{}, {"sliding_window": 9}, {"soft_cap": 5.0}], ids=str)
 def test_attention_of_a_token_whoever_shares_the_step(name: str, how: dict, threads: int) -> None:
     backend, devices = VARIANTS[name]
-    if name == "triton" and threads > 1:
-        pytest.skip("Triton's interpreter runs a program after another")
     assert backend.refusal(OpContext(devices[-1], torch.float32, {"head_size": 32})) is True
     for head_size, block_size in ((32, 16), (64, 8))[: 1 if name == "triton" else 2]:
         made = cache_of(head_size, block_size)
