@@ -62,6 +62,12 @@ def kernel(op: str, upstream: str) -> Callable[[Callable[..., Tensors]], Any]:
     return lambda fn: ORACLE.lane(op, "cuda-kernel", upstream)(_there(fn))
 
 
+# These are called alike on both devices: the platform says which library they are of.
+kernel("rms_norm", "torch.ops._C.rms_norm")(vllm_ops.rms_norm_kernel)
+kernel("rotary_embedding", "torch.ops._C.rotary_embedding")(vllm_ops.rotary_embedding_kernel)
+kernel("linear", "vllm.model_executor.layers.utils.default_unquantized_gemm")(vllm_ops.linear)
+
+
 def _register_definitions() -> None:
     """The second lanes: what the CPU's oracle takes as definitions, on the GPU."""
     for op, fn in {
@@ -82,18 +88,6 @@ def _kernels() -> Any:
 
     current_platform.import_kernels()
     return torch.ops._C
-
-
-@kernel("rms_norm", "torch.ops._C.rms_norm")
-def rms_norm(
-    x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None
-) -> Tensors:
-    """The kernel of a norm without a residual."""
-    if weight is None or variance_size is not None or weight.dtype != x.dtype:
-        raise ValueError("the kernel wants a weight of x's dtype and the whole variance")
-    out = torch.empty_like(x)
-    _kernels().rms_norm(out, x, weight, epsilon)
-    return {"out": out}
 
 
 @kernel("fused_add_rms_norm", "torch.ops._C.fused_add_rms_norm")
@@ -125,28 +119,6 @@ def _half(fn: Any, x: Tensor) -> Tensor:
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     fn(out, x)
     return out
-
-
-@kernel("rotary_embedding", "torch.ops._C.rotary_embedding")
-def rotary_embedding(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    head_size: int,
-    cos_sin_cache: Tensor,
-    is_neox_style: bool,
-) -> Tensors:
-    """The kernel, whose table has the dtype of the query, as the layer gives it on a GPU."""
-    if cos_sin_cache.dtype != query.dtype:
-        raise ValueError("the kernel wants its table in the dtype of the query")
-    _kernels().rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox_style)
-    return {name: value for name, value in (("query", query), ("key", key)) if value is not None}
-
-
-@kernel("linear", "vllm.model_executor.layers.utils.default_unquantized_gemm")
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensors:
-    """cuBLAS, as an unquantised layer calls it."""
-    return vllm_ops.linear(x, weight, bias)
 
 
 @kernel("reshape_and_cache", "torch.ops._C_cache_ops.reshape_and_cache_flash")
