@@ -17,7 +17,6 @@ from .status import FeatureStatus
 
 DONE = ("GREEN", "DRIFT", "YELLOW")
 JOINED = (
-    "vllmx parity replay device=cuda --select ",
     "vllmx parity collect device=cuda --select ",
     *("vllmx parity replay ", "vllmx parity collect "),
     "vllmx parity upstream-tests --select ",
