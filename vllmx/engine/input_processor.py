@@ -62,6 +62,12 @@ class InputProcessor:
         return [i for i in token_ids if isinstance(i, int) and 0 <= i < vocab_size]
 
     @property
+    def end_token_ids(self) -> set[int]:
+        """Every token with which the model ends an answer."""
+        ids = set(self.generation_config_fields["eos_token_id"])
+        return ids if self.eos_token_id is None else ids | {self.eos_token_id}
+
+    @property
     def _max_model_len(self) -> int:
         # Read anew each time: the engine lowers it where the KV cache is small.
         max_model_len = self.model_config.max_model_len

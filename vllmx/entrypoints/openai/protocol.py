@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllmx.exceptions import VLLMValidationError
-from vllmx.sampling_params import RequestOutputKind, SamplingParams
+from vllmx.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
@@ -219,10 +219,7 @@ class GenerationRequest(OpenAIBaseModel):
                 parameter="prompt_logprobs",
             )
         if self.use_beam_search:
-            raise VLLMValidationError(
-                "`use_beam_search`: beam search is not built yet; leave it out.",
-                parameter="use_beam_search",
-            )
+            self._check_beam_search()
         kind = self.response_format.type if self.response_format else "text"
         if kind != "text":
             raise VLLMValidationError(
@@ -236,6 +233,18 @@ class GenerationRequest(OpenAIBaseModel):
                 parameter="structured_outputs",
             )
         return self
+
+    def _check_beam_search(self) -> None:
+        if self.stream:
+            raise VLLMValidationError(
+                "Streaming is not currently supported with beam search", parameter="stream"
+            )
+        if self.get_prompt_logprobs() is not None:
+            raise VLLMValidationError(
+                "`prompt_logprobs` (and `echo` with `logprobs`) are not available with beam "
+                "search; leave one of them out.",
+                parameter="prompt_logprobs",
+            )
 
     @property
     def max_tokens_name(self) -> str:
@@ -253,6 +262,22 @@ class GenerationRequest(OpenAIBaseModel):
     def get_prompt_logprobs(self) -> int | None:
         """Log-probabilities for each prompt token, None for none."""
         return self.prompt_logprobs
+
+    def to_beam_search_params(
+        self, max_tokens: int, default_sampling_params: dict[str, Any] | None = None
+    ) -> BeamSearchParams:
+        """Parameters of a beam search as wide as `n`. Raises VLLMValidationError."""
+        temperature = self.temperature
+        if temperature is None:
+            temperature = (default_sampling_params or {}).get("temperature", 1.0)
+        return BeamSearchParams(
+            beam_width=1 if self.n is None else self.n,
+            max_tokens=max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=temperature,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )
 
     def to_sampling_params(
         self, max_tokens: int, default_sampling_params: dict[str, Any] | None = None
