@@ -17,7 +17,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vllmx.exceptions import VLLMValidationError
-from vllmx.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from vllmx.sampling_params import (
+    BeamSearchParams,
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
@@ -204,6 +209,8 @@ class GenerationRequest(OpenAIBaseModel):
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1)
     vllm_xargs: dict[str, Any] | None = None
+    thinking_token_budget: Int64 | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
 
     @model_validator(mode="after")
     def check_common(self) -> GenerationRequest:
@@ -312,5 +319,7 @@ class GenerationRequest(OpenAIBaseModel):
             logit_bias=self.logit_bias,
             allowed_token_ids=self.allowed_token_ids,
             extra_args=self.vllm_xargs or None,
+            thinking_token_budget=self.thinking_token_budget,
+            repetition_detection=self.repetition_detection,
             **chosen,
         )
