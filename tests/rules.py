@@ -64,6 +64,7 @@ BASE = {
     "kv_transfer/factory",
     "metrics/stats",
     "models/hf_config",
+    "models/hf_dense",
     "engine/__init__",
     "lora/request",
     "multimodal",
