@@ -80,8 +80,8 @@ NODE_COMMANDS = {
     "debug": frozenset(),
 }
 KEY_COMMANDS = {
-    "server.url": frozenset({"chat", "complete"}),
-    "server.api_key": frozenset({"serve", "chat", "complete"}),
+    "server.url": frozenset({"chat", "complete", "bench"}),
+    "server.api_key": frozenset({"serve", "chat", "complete", "bench"}),
     "bench.kind": frozenset(),
     "parity.verb": frozenset(),
     "checkpoint.kind": frozenset(),

@@ -640,9 +640,11 @@ class ServerConfig:
 
 @dataclass
 class BenchConfig:
-    """`vllmx bench latency|throughput|overhead|side-by-side|startup`."""
+    """`vllmx bench latency|throughput|serve|overhead|side-by-side|startup`."""
 
-    kind: str = choice("latency", "latency", "throughput", "overhead", "side-by-side", "startup")
+    kind: str = choice(
+        "latency", "latency", "throughput", "serve", "overhead", "side-by-side", "startup"
+    )
     """What is measured."""
     batch_size: int = number(8, ge=1)
     """Requests of a latency batch, or running requests of an overhead step."""
@@ -651,7 +653,11 @@ class BenchConfig:
     output_len: int = number(128, ge=1)
     """Tokens generated for each request."""
     num_prompts: int = number(64, ge=1)
-    """Requests of a throughput run."""
+    """Requests of a throughput or serve run."""
+    max_concurrency: Optional[int] = number(None, gt=0)
+    """Most requests of a serve run that are under way at once; null has no limit."""
+    request_rate: Optional[float] = number(None, gt=0)
+    """Requests a second at which a serve run's arrive, at random; null sends all at once."""
     num_iters_warmup: int = number(2, ge=0)
     """Runs before measuring."""
     num_iters: int = number(5, ge=1)
