@@ -32,6 +32,7 @@ RENAMED = {
     "server.disable_access_log": "disable_uvicorn_access_log",
     "parity.from_version": "from",
     "parity.to_version": "to",
+    "checkpoint.output_dir": "checkpoint_dir",
 }
 # A flag that says the opposite of its field.
 INVERTED = {"observability.log_stats": "disable_log_stats"}
@@ -75,13 +76,15 @@ NODE_COMMANDS = {
     "server": frozenset({"serve"}),
     "bench": frozenset({"bench"}),
     "parity": frozenset({"parity"}),
+    "checkpoint": frozenset({"checkpoint"}),
     "debug": frozenset(),
 }
 KEY_COMMANDS = {
-    "server.url": frozenset({"chat", "complete"}),
-    "server.api_key": frozenset({"serve", "chat", "complete"}),
+    "server.url": frozenset({"chat", "complete", "bench"}),
+    "server.api_key": frozenset({"serve", "chat", "complete", "bench"}),
     "bench.kind": frozenset(),
     "parity.verb": frozenset(),
+    "checkpoint.kind": frozenset(),
     "prompt": frozenset({"generate", "chat", "complete"}),
     "prompt_file": frozenset({"generate"}),
     "messages": frozenset({"chat"}),

@@ -640,9 +640,11 @@ class ServerConfig:
 
 @dataclass
 class BenchConfig:
-    """`vllmx bench latency|throughput|overhead|side-by-side|startup`."""
+    """`vllmx bench latency|throughput|serve|overhead|side-by-side|startup`."""
 
-    kind: str = choice("latency", "latency", "throughput", "overhead", "side-by-side", "startup")
+    kind: str = choice(
+        "latency", "latency", "throughput", "serve", "overhead", "side-by-side", "startup"
+    )
     """What is measured."""
     batch_size: int = number(8, ge=1)
     """Requests of a latency batch, or running requests of an overhead step."""
@@ -651,7 +653,11 @@ class BenchConfig:
     output_len: int = number(128, ge=1)
     """Tokens generated for each request."""
     num_prompts: int = number(64, ge=1)
-    """Requests of a throughput run."""
+    """Requests of a throughput or serve run."""
+    max_concurrency: Optional[int] = number(None, gt=0)
+    """Most requests of a serve run that are under way at once; null has no limit."""
+    request_rate: Optional[float] = number(None, gt=0)
+    """Requests a second at which a serve run's arrive, at random; null sends all at once."""
     num_iters_warmup: int = number(2, ge=0)
     """Runs before measuring."""
     num_iters: int = number(5, ge=1)
@@ -761,6 +767,16 @@ class ParityConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """`vllmx checkpoint tiny`; its keys may be written without the node: `output_dir=FOLDER`."""
+
+    kind: str = choice("tiny", "tiny")
+    """What is made: a tiny model with seeded weights."""
+    output_dir: Optional[str] = None
+    """Folder of the checkpoint; null is one in the current folder, called as the model."""
+
+
+@dataclass
 class DebugConfig:
     """Help with finding faults."""
 
@@ -812,6 +828,8 @@ class RunConfig:
     """What is published of the prefix cache."""
     bench: BenchConfig = field(default_factory=BenchConfig)
     """Benchmarks."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Tiny models."""
     parity: ParityConfig = field(default_factory=ParityConfig)
     """Group `parity`."""
     debug: DebugConfig = field(default_factory=DebugConfig)

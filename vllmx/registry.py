@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllmx.models.hf_config import HFConfig
 
-_NAME = re.compile(r"^(?:class )?(\w+For\w+)(?=[(:]| = )", re.MULTILINE)
+_NAME = re.compile(r"^(?:class )?(\w+For\w+|\w+LMHeadModel)(?=[(:]| = )", re.MULTILINE)
 
 
 @cache

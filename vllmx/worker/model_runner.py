@@ -126,6 +126,11 @@ class GPUModelRunner:
         """Bytes that the CUDA graphs will take, from a few of them; they are let go of."""
         return 0 if self.gpu_steps is None else self.gpu_steps.profile_cudagraph_memory()
 
+    def rehearse_cudagraphs(self) -> None:
+        """Run once, without a graph, each step that is to be captured at the start."""
+        if self.gpu_steps is not None:
+            self.gpu_steps.rehearse()
+
     def capture_model(self) -> int:
         """Capture CUDA graphs, if there are to be any; the bytes that they take."""
         return 0 if self.gpu_steps is None else self.gpu_steps.capture_model()
