@@ -18,7 +18,7 @@ VOCAB = 32
 def make(prompt: list[int], budget: int | None, output: list[int] = [], start=START, end=END):  # noqa: B006
     states = RequestState(4, 64, VOCAB, "cpu")
     config = ReasoningConfig(reasoning_start_str="s", reasoning_end_str="e")
-    config.initialize_token_ids({"s": start, "e": end}.__getitem__)
+    config.initialize_token_ids(start, end)
     sampler = Sampler(states, "raw_logprobs", 0, reasoning_config=config)
     row = states.add_request("r", len(prompt), prompt + output, 0)
     sampler.add_request(
@@ -102,4 +102,4 @@ def test_rows_keep_apart_whatever_their_order() -> None:
 
 def test_a_marker_without_tokens_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="reasoning_end_str='e'"):
-        ReasoningConfig("s", "e").initialize_token_ids({"s": [1], "e": []}.__getitem__)
+        ReasoningConfig("s", "e").initialize_token_ids([1], [])
