@@ -444,6 +444,38 @@ class ObservabilityConfig:
     kv_cache_metrics_sample = 0.01
 
 
+@dataclass
+class StructuredOutputsConfig:
+    """Answers that a grammar constrains."""
+
+    backend: str = choice("auto", "auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
+    """Library that compiles grammars; auto: the first of xgrammar, guidance and outlines that
+    enforces all of what a request asks for."""
+    disable_any_whitespace: bool = False
+    """JSON without whitespace between its parts; backends xgrammar and guidance."""
+    disable_additional_properties: bool = False
+    """JSON objects without properties that their schema does not name, unless it says otherwise;
+    backend guidance, where it is not so anyway."""
+    reasoning_parser: str = ""
+    """How the model marks its reasoning (deepseek_r1, qwen3): a grammar begins after it."""
+    reasoning_parser_plugin: str = ""
+    """Python file that registers further reasoning parsers."""
+    enable_in_reasoning: bool = False
+    """Let grammars apply to the reasoning as well."""
+
+    def __post_init__(self) -> None:
+        if self.disable_any_whitespace and self.backend not in ("xgrammar", "guidance"):
+            raise UserError(
+                "structured_outputs: disable_any_whitespace is only supported for xgrammar and "
+                "guidance backends; set backend."
+            )
+        if self.disable_additional_properties and self.backend != "guidance":
+            raise UserError(
+                "structured_outputs: disable_additional_properties is only supported for the "
+                "guidance backend; set backend."
+            )
+
+
 KV_PRODUCERS = ("kv_producer", "kv_both")
 KV_CONSUMERS = ("kv_consumer", "kv_both")
 
@@ -814,6 +846,8 @@ class RunConfig:
     """LoRA adapters."""
     reasoning: ReasoningConfig = field(default_factory=ReasoningConfig)
     """Markers of reasoning."""
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    """Answers that a grammar constrains."""
     load: LoadConfig = field(default_factory=LoadConfig)
     """How weights are read."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -883,7 +917,10 @@ class VllmConfig:
     kv_events_config: KVEventsConfig | None = None
     """Events of the prefix cache, None without."""
 
-    structured_outputs_config = None
+    structured_outputs_config: StructuredOutputsConfig = field(
+        default_factory=StructuredOutputsConfig
+    )
+    """Answers that a grammar constrains."""
 
     def __post_init__(self) -> None:
         cache = self.cache_config
@@ -942,6 +979,7 @@ ENGINE_NODES = {
     "speculative": "speculative_config",
     "lora": "lora_config",
     "reasoning": "reasoning_config",
+    "structured_outputs": "structured_outputs_config",
 }
 
 
@@ -991,6 +1029,7 @@ def finalize(run: RunConfig) -> VllmConfig:
     # A new object, as it checks its fields when it is made.
     transfer = nodes["kv_transfer_config"]
     nodes["kv_transfer_config"] = replace(transfer) if transfer.kv_connector else None
+    nodes["structured_outputs_config"] = replace(nodes["structured_outputs_config"])
     config = VllmConfig(**nodes)
     if config.cache_config.block_size is None:
         config.cache_config.block_size = DEFAULT_BLOCK_SIZE
