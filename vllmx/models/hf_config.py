@@ -68,6 +68,56 @@ MOE_DEFAULTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
+MIXTRAL_DEFAULTS = LLAMA_DEFAULTS | {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "sliding_window": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN2_MOE_DEFAULTS = QWEN_DEFAULTS | {
+    **MOE_DEFAULTS,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "norm_topk_prob": False,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "qkv_bias": True,
+}
+QWEN3_MOE_DEFAULTS = QWEN_DEFAULTS | {
+    **MOE_DEFAULTS,
+    "moe_intermediate_size": 768,
+    "shared_expert_intermediate_size": 0,
+    "norm_topk_prob": False,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+}
+GLM4_MOE_DEFAULTS = LLAMA_DEFAULTS | {
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "num_key_value_heads": 8,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "use_qk_norm": False,
+}
+OLMOE_DEFAULTS = LLAMA_DEFAULTS | {
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "clip_qkv": None,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": LLAMA_DEFAULTS,
     "mistral": LLAMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
@@ -80,9 +130,25 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": QWEN3_NEXT_DEFAULTS
     | MOE_DEFAULTS
     | {"num_experts": 256, "num_experts_per_tok": 8},
+    "mixtral": MIXTRAL_DEFAULTS,
+    "qwen2_moe": QWEN2_MOE_DEFAULTS,
+    "qwen3_moe": QWEN3_MOE_DEFAULTS,
+    "glm4_moe": GLM4_MOE_DEFAULTS,
+    "olmoe": OLMOE_DEFAULTS,
     "gemma3_text": GEMMA3_DEFAULTS,
 }
 """What transformers assumes, by model_type, for keys that a config.json may leave out."""
+
+SPELLINGS: dict[str, dict[str, str]] = {
+    "mixtral": {"num_experts": "num_local_experts"},
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+    "olmoe": {"num_local_experts": "num_experts"},
+    "glm4_moe": {
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    },
+}
+"""Other names of keys, by model_type; transformers writes one or the other."""
 
 
 class MissingKeyError(CheckpointError, AttributeError):
@@ -169,6 +235,12 @@ def _normalise(config: HFConfig) -> None:
     values = config._values
     config.read("architectures", list, [])
     config.read("model_type", str, "")
+    for other, key in SPELLINGS.get(values.get("model_type", ""), {}).items():
+        if other in values and values.setdefault(key, values[other]) != values[other]:
+            raise CheckpointError(
+                f"{config.origin}: {other} is {values[other]!r} and {key} {values[key]!r}; they "
+                "mean the same."
+            )
     for key, value in DEFAULTS.get(values.get("model_type", ""), {}).items():
         values.setdefault(key, value)
     values.setdefault("dtype", values.get("torch_dtype"))
@@ -219,7 +291,7 @@ def _layer_types(config: HFConfig, layers: int) -> list[str]:
         if not values["use_sliding_window"]:
             return [full] * layers
         return [sliding if i >= values["max_window_layers"] else full for i in range(layers)]
-    return [sliding if values.get("model_type") == "mistral" else full] * layers
+    return [sliding if values.get("model_type") in ("mistral", "mixtral") else full] * layers
 
 
 def _rope_parameters(config: HFConfig) -> dict[str, Any]:

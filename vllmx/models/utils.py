@@ -30,6 +30,13 @@ def make_layers(count: int, make: Callable[[str], nn.Module], prefix: str) -> nn
     return nn.ModuleList(make(f"{prefix}.{i}") for i in range(count))
 
 
+def extract_layer_index(prefix: str) -> int:
+    """The number of the layer that `prefix` lies in: 3 of "model.layers.3.mlp"."""
+    numbers = [int(part) for part in prefix.split(".") if part.isdecimal()]
+    assert len(numbers) == 1, f"{prefix} does not lie in one layer"
+    return numbers[0]
+
+
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
 
 
