@@ -71,7 +71,7 @@ TEXT = {
 class ModelEntry:
     """One model: where its weights come from, and the lengths of its random sequences.
 
-    tiny: seeded weights that oracles/tiny_checkpoint.py writes; else a model of conf/model.
+    tiny: seeded weights that vllmx/tiny writes; else a model of conf/model.
     """
 
     name: str

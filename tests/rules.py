@@ -31,7 +31,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("worker",),
     ("model_loader/loader",),
     ("models",),
-    ("sample", "model_loader"),
+    ("sample", "model_loader", "tiny"),
     ("worker/states", "worker/input_batch", "worker/buffer_utils"),  # rows shared with sample
     ("quantization",),
     ("layers",),

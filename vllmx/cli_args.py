@@ -32,6 +32,7 @@ RENAMED = {
     "server.disable_access_log": "disable_uvicorn_access_log",
     "parity.from_version": "from",
     "parity.to_version": "to",
+    "checkpoint.output_dir": "checkpoint_dir",
 }
 # A flag that says the opposite of its field.
 INVERTED = {"observability.log_stats": "disable_log_stats"}
@@ -74,6 +75,7 @@ NODE_COMMANDS = {
     "server": frozenset({"serve"}),
     "bench": frozenset({"bench"}),
     "parity": frozenset({"parity"}),
+    "checkpoint": frozenset({"checkpoint"}),
     "debug": frozenset(),
 }
 KEY_COMMANDS = {
@@ -81,6 +83,7 @@ KEY_COMMANDS = {
     "server.api_key": frozenset({"serve", "chat", "complete"}),
     "bench.kind": frozenset(),
     "parity.verb": frozenset(),
+    "checkpoint.kind": frozenset(),
     "prompt": frozenset({"generate", "chat", "complete"}),
     "prompt_file": frozenset({"generate"}),
     "messages": frozenset({"chat"}),

@@ -728,6 +728,16 @@ class ParityConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """`vllmx checkpoint tiny`; its keys may be written without the node: `output_dir=FOLDER`."""
+
+    kind: str = choice("tiny", "tiny")
+    """What is made: a tiny model with seeded weights."""
+    output_dir: Optional[str] = None
+    """Folder of the checkpoint; null is one in the current folder, called as the model."""
+
+
+@dataclass
 class DebugConfig:
     """Help with finding faults."""
 
@@ -777,6 +787,8 @@ class RunConfig:
     """What is published of the prefix cache."""
     bench: BenchConfig = field(default_factory=BenchConfig)
     """Benchmarks."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Tiny models."""
     parity: ParityConfig = field(default_factory=ParityConfig)
     """Group `parity`."""
     debug: DebugConfig = field(default_factory=DebugConfig)
