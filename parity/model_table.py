@@ -80,6 +80,7 @@ class ModelEntry:
     prompt_lengths: tuple[int, ...]
     forced_lengths: tuple[int, ...]
     max_tokens: int
+    top_k: int = TOP_K
 
     @property
     def feature(self) -> str:
@@ -105,7 +106,7 @@ class ModelEntry:
             "prompts": self.prompts(),
             "forced": self.forced(),
             "max_tokens": self.max_tokens,
-            "top_k": TOP_K,
+            "top_k": self.top_k,
             "sketch_tokens": SKETCH_TOKENS,
         }
 
@@ -125,6 +126,8 @@ TINY: dict[str, Any] = {
     "forced_lengths": (15, 16, 17, 49, 130, 257),
     "max_tokens": 48,
 }
+BREADTH = TINY | {"top_k": 10}
+"""Families beyond the features that have a row each: shorter lists make smaller goldens."""
 HYBRID = TINY | {"prompt_lengths": (1, 9, 25, 33, 49, 97)}
 """Blocks of models with recurrent layers are longer: here of 48 tokens."""
 MODELS = {
@@ -138,6 +141,11 @@ MODELS = {
         ModelEntry("tiny-qwen3_5", **HYBRID),
         ModelEntry("tiny-qwen3_5_moe", **HYBRID),
         ModelEntry("tiny-qwen3_next", **HYBRID),
+        ModelEntry("tiny-mixtral", **TINY),
+        ModelEntry("tiny-qwen3_moe", **TINY),
+        ModelEntry("tiny-glm4_moe", **TINY),
+        ModelEntry("tiny-olmoe", **TINY),
+        ModelEntry("tiny-qwen2_moe", **BREADTH),
     )
 }
 

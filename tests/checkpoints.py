@@ -96,6 +96,7 @@ GLM4 = {
 }
 MOE = {
     "mixtral": {**SPARSE, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "mixtral_windowed": {**SPARSE, "num_local_experts": 4, "sliding_window": 16},
     "qwen2moe": {**SPARSE, **FEW, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
     "qwen3moe": {**SPARSE, **FEW, "head_dim": 32, "norm_topk_prob": True},
     "qwen3moe_everysecond": {**SPARSE, **FEW, "head_dim": 32, "decoder_sparse_step": 2},
@@ -118,7 +119,7 @@ FAMILIES = {
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
 }
-"""Name, or start of a name, in TINY, HYBRID or MOE -> start of the names of transformers' classes."""
+"""Name, or start of one, in TINY, HYBRID or MOE -> start of the names of transformers' classes."""
 TEXT_CONFIG = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
 """Families whose config class has Text in its name."""
 COMMON = {

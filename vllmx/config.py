@@ -729,10 +729,11 @@ class ParityConfig:
 
 @dataclass
 class CheckpointConfig:
-    """`vllmx checkpoint tiny`; its keys may be written without the node: `output_dir=FOLDER`."""
+    """`vllmx checkpoint KIND`; its keys may be written without the node: `output_dir=FOLDER`."""
 
-    kind: str = choice("tiny", "tiny")
-    """What is made: a tiny model with seeded weights."""
+    kind: str = choice("tiny", "tiny", "moe")
+    """What is made: `tiny`, a tiny model with seeded weights; `moe`, a Mixtral that says what the
+    Llama `model` says, each of its MLPs cut into experts."""
     output_dir: Optional[str] = None
     """Folder of the checkpoint; null is one in the current folder, called as the model."""
 
@@ -788,7 +789,7 @@ class RunConfig:
     bench: BenchConfig = field(default_factory=BenchConfig)
     """Benchmarks."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Tiny models."""
+    """Models that are made."""
     parity: ParityConfig = field(default_factory=ParityConfig)
     """Group `parity`."""
     debug: DebugConfig = field(default_factory=DebugConfig)

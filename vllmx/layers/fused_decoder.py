@@ -55,8 +55,6 @@ class FusedDecoder:
 
 def _is_plain(layer: Any) -> bool:
     """Dense weights without biases, none too large, fused queries and keys, silu."""
-    if not hasattr(getattr(layer, "mlp", None), "gate_up_proj"):
-        return False  # it has experts
     attention, mlp = layer.self_attn, layer.mlp
     linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     return (

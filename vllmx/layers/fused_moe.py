@@ -96,7 +96,7 @@ class FusedMoE(WeightHolder, nn.Module):
         if (groups[0], scoring_func, scale, bias) == (1, "softmax", 1.0, None):
             return partial(self.ops.bind("topk_softmax"), topk=self.top_k, renormalize=renormalize)
         return partial(
-            self.ops.bind("grouped_topk"),
+            self.ops.bind("grouped_topk", num_expert_group=groups[0]),
             topk=self.top_k,
             renormalize=renormalize,
             num_expert_group=groups[0],

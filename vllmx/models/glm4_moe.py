@@ -17,7 +17,6 @@ from vllmx.config import VllmConfig
 from vllmx.ir.select import OpTable
 from vllmx.layers.fused_moe import FusedMoE, check_groups, check_top_k, moe_activation
 from vllmx.layers.gate_linear import GateLinear
-from vllmx.layers.linear import RowParallelLinear
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import (
     LlamaAttention,
@@ -27,7 +26,7 @@ from vllmx.models.llama import (
     LlamaModel,
 )
 from vllmx.models.qwen3 import Qwen3Attention
-from vllmx.models.utils import extract_layer_index
+from vllmx.models.utils import layer_index
 
 
 class Glm4MoE(nn.Module):
@@ -73,21 +72,29 @@ class Glm4MoE(nn.Module):
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
 
-def glm4_moe_attention(config: HFConfig, *, prefix: str, **shared: Any) -> nn.Module:
-    """Llama's attention or, with use_qk_norm, Qwen3's; attention_bias is not of the output."""
+class Glm4MoeAttention(LlamaAttention):
+    """Llama's attention; attention_bias is not of the output."""
+
+    def biases(self, config: HFConfig) -> tuple[bool, bool]:
+        """Those of attention_bias, for queries, keys and values alone."""
+        return config.read("attention_bias", bool), False
+
+
+class Glm4MoeNormedAttention(Qwen3Attention):
+    """The same with normed queries and keys."""
+
+    biases = Glm4MoeAttention.biases
+
+
+def glm4_moe_attention(config: HFConfig, **shared: Any) -> nn.Module:
+    """Attention as use_qk_norm has it."""
     normed = config.read("use_qk_norm", bool)
-    made: LlamaAttention = (Qwen3Attention if normed else LlamaAttention)(
-        config, prefix=prefix, **shared
-    )
-    made.o_proj = RowParallelLinear(
-        made.q_size, config.hidden_size, prefix=f"{prefix}.o_proj", **shared
-    )
-    return made
+    return (Glm4MoeNormedAttention if normed else Glm4MoeAttention)(config, **shared)
 
 
 def glm4_moe_mlp(config: HFConfig, *, prefix: str, **shared: Any) -> nn.Module:
     """One MLP in the first first_k_dense_replace layers, then experts."""
-    dense = extract_layer_index(prefix) < config.read("first_k_dense_replace", int)
+    dense = layer_index(prefix) < config.read("first_k_dense_replace", int)
     return (LlamaMLP if dense else Glm4MoE)(config, prefix=prefix, **shared)
 
 

@@ -4,17 +4,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from vllmx.config import VllmConfig
 from vllmx.ir.select import OpTable
 from vllmx.layers.fused_moe import FusedMoE, check_top_k, moe_activation
-from vllmx.layers.layernorm import RMSNorm
 from vllmx.layers.linear import ReplicatedLinear
 from vllmx.models.hf_config import HFConfig
-from vllmx.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
+from vllmx.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from vllmx.models.utils import LLAMA_MAPPER, WeightsMapper
 
 
 class MixtralMoE(nn.Module):
@@ -43,29 +41,10 @@ class MixtralMoE(nn.Module):
         return self.experts(x, self.gate(x))
 
 
-class MixtralDecoderLayer(nn.Module):
-    """Attention and experts, each normed before, with the residual carried along."""
+class MixtralDecoderLayer(LlamaDecoderLayer):
+    """Llama's layer with experts."""
 
-    def __init__(self, config: HFConfig, *, prefix: str, **shared: Any) -> None:
-        super().__init__()
-        norm = (config.hidden_size, config.rms_norm_eps, shared["ops"])
-        self.self_attn = LlamaAttention(config, prefix=f"{prefix}.self_attn", **shared)
-        self.block_sparse_moe = MixtralMoE(config, prefix=f"{prefix}.block_sparse_moe", **shared)
-        self.input_layernorm = RMSNorm(*norm)
-        self.post_attention_layernorm = RMSNorm(*norm)
-
-    def forward(
-        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns (output, residual), both [T, H]; their sum is what the next layer norms."""
-        if residual is None:
-            residual = hidden_states.clone()
-            hidden_states = self.input_layernorm(hidden_states)
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(positions, hidden_states)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.block_sparse_moe(hidden_states), residual
+    mlp_cls = MixtralMoE
 
 
 class MixtralModel(LlamaModel):
@@ -77,4 +56,5 @@ class MixtralModel(LlamaModel):
 class MixtralForCausalLM(LlamaForCausalLM):
     """Mixtral with its output head."""
 
+    hf_to_vllm_mapper = WeightsMapper(LLAMA_MAPPER.stacked, renamed={".block_sparse_moe.": ".mlp."})
     model_cls = MixtralModel

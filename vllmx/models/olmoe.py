@@ -51,16 +51,16 @@ class OlmoeAttention(LlamaAttention):
         super().__init__(config, **shared)
         if config.read("clip_qkv", float, None) is not None:
             raise CheckpointError(f"{config.origin}: clip_qkv is set, which is not supported.")
-        self.fused_qkv = None  # its norms are of single heads
         self.q_norm = RMSNorm(self.q_size, config.rms_norm_eps, shared["ops"])
         self.k_norm = RMSNorm(self.kv_size, config.rms_norm_eps, shared["ops"])
 
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """positions: int64 [T]; hidden_states: [T, H] -> [T, H]."""
-        qkv = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=-1)
-        q, k = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
-        return self.o_proj(self.attn(q, k, v))
+    def prepare(self, positions: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """Norm the queries and the keys of qk, [T, q_size + kv_size], then rotate."""
+        q, k = qk.split((self.q_size, self.kv_size), dim=-1)
+        assert self.rotary_emb is not None
+        q, rotated = self.rotary_emb(positions, self.q_norm(q), self.k_norm(k))
+        assert rotated is not None
+        return q, rotated
 
 
 class OlmoeDecoderLayer(LlamaDecoderLayer):

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from vllmx.config import VllmConfig
-from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
 from vllmx.layers.fused_moe import FusedMoE, check_top_k, moe_activation
-from vllmx.layers.linear import QKVParallelLinear, ReplicatedLinear
+from vllmx.layers.linear import ReplicatedLinear
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import (
     LlamaAttention,
@@ -21,7 +20,7 @@ from vllmx.models.llama import (
     LlamaMLP,
     LlamaModel,
 )
-from vllmx.models.utils import extract_layer_index
+from vllmx.models.utils import layer_index
 
 
 class Qwen2MoeSparseMoeBlock(nn.Module):
@@ -66,7 +65,7 @@ class Qwen2MoeSparseMoeBlock(nn.Module):
 
 def qwen_moe_mlp(config: HFConfig, *, prefix: str, **shared: Any) -> nn.Module:
     """Experts, or one MLP in the layers that the config excepts from them."""
-    index = extract_layer_index(prefix)
+    index = layer_index(prefix)
     dense = config.read("mlp_only_layers", (list, type(None)), None) or []
     sparse = config.num_experts > 0 and (index + 1) % config.decoder_sparse_step == 0
     if sparse and index not in dense:
@@ -77,20 +76,9 @@ def qwen_moe_mlp(config: HFConfig, *, prefix: str, **shared: Any) -> nn.Module:
 class Qwen2MoeAttention(LlamaAttention):
     """Llama's attention with biases of queries, keys and values."""
 
-    def __init__(self, config: HFConfig, **shared: Any) -> None:
-        super().__init__(config, **shared)
-        if config.read("attention_bias", bool, False):
-            raise CheckpointError(f"{config.origin}: attention_bias is true; qkv_bias is known.")
-        prefix = shared.pop("prefix")
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
-            config.head_dim,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.read("qkv_bias", bool, True),
-            prefix=f"{prefix}.qkv_proj",
-            **shared,
-        )
+    def biases(self, config: HFConfig) -> tuple[bool, bool]:
+        """Those of qkv_bias; the output has none."""
+        return config.read("qkv_bias", bool, True), False
 
 
 class Qwen2MoeDecoderLayer(LlamaDecoderLayer):

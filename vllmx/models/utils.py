@@ -30,13 +30,6 @@ def make_layers(count: int, make: Callable[[str], nn.Module], prefix: str) -> nn
     return nn.ModuleList(make(f"{prefix}.{i}") for i in range(count))
 
 
-def extract_layer_index(prefix: str) -> int:
-    """The number of the layer that `prefix` lies in: 3 of "model.layers.3.mlp"."""
-    numbers = [int(part) for part in prefix.split(".") if part.isdecimal()]
-    assert len(numbers) == 1, f"{prefix} does not lie in one layer"
-    return numbers[0]
-
-
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
 
 
@@ -164,7 +157,7 @@ class AutoWeightsLoader:
                     continue
                 own = holder.checkpoint_name(param, shard)
                 source = f"{mapper.source_name(name, shard)}.{param}"
-                missing.append(source if own is None else f"{name}.{own}")
+                missing.append(source if own is None else f"{mapper.source_name(name, None)}.{own}")
         if missing:
             shown = ", ".join(missing[:5])
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllmx.tiny.sparse import SPARSE_FAMILIES
+
 SIZES = {
     "vocab_size": 1024,
     "hidden_size": 128,
@@ -111,6 +113,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "vision_config": VISION,
     },
+    **SPARSE_FAMILIES,
 }
 """Name -> what its config.json says beside SIZES, which a text_config takes where there is one."""
 
