@@ -49,6 +49,7 @@ BASE = {
     "exceptions",
     "platform",
     "cgroup",
+    "plugins",
     "registry",
     "forward_context",
     "request",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vllmx.engine.llm_engine import LLMEngine
     from vllmx.entrypoints.llm import LLM
     from vllmx.outputs import CompletionOutput, RequestOutput
+    from vllmx.registry import ModelRegistry
     from vllmx.sampling_params import SamplingParams
 
     __version__: str
@@ -24,6 +25,7 @@ _MODULES = {
     "SamplingParams": "vllmx.sampling_params",
     "RequestOutput": "vllmx.outputs",
     "CompletionOutput": "vllmx.outputs",
+    "ModelRegistry": "vllmx.registry",
 }
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "ModelRegistry",
     "RequestOutput",
     "SamplingParams",
     "__version__",

@@ -351,6 +351,9 @@ class LoadConfig:
     """Never fetch: a model that is not in the cache is an error that says what to run."""
     use_tqdm_on_load: bool = True
     """Show a progress bar on stderr while fetching and loading."""
+    plugins: Optional[list[str]] = None
+    """Names of the installed plugins (entry point group vllm.general_plugins) that are loaded, as
+    upstream's VLLM_PLUGINS; None: all, []: none."""
 
 
 @dataclass
