@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from vllmx.tiny.dense_configs import DENSE_FAMILIES
+
 from .inputs import Maker
 
 LANES = {"vllm-cpu-f32": "vllm_model", "hf-cpu-f32": "hf_model"}
@@ -128,6 +130,11 @@ TINY: dict[str, Any] = {
 }
 BREADTH = TINY | {"top_k": 10}
 """Families beyond the features that have a row each: shorter lists make smaller goldens."""
+DENSE = sorted(
+    name
+    for name in DENSE_FAMILIES
+    if name not in ("tiny-gemma2", "tiny-mistral", "tiny-phi3", "tiny-qwen2")
+)
 HYBRID = TINY | {"prompt_lengths": (1, 9, 25, 33, 49, 97)}
 """Blocks of models with recurrent layers are longer: here of 48 tokens."""
 MODELS = {
@@ -138,6 +145,9 @@ MODELS = {
         ModelEntry("tiny-llama", **TINY),
         ModelEntry("tiny-qwen3", **TINY),
         ModelEntry("tiny-gemma3", **TINY),
+        *(ModelEntry(name, **TINY) for name in ("tiny-gemma2", "tiny-mistral", "tiny-phi3")),
+        ModelEntry("tiny-qwen2", **TINY),
+        *(ModelEntry(name, **BREADTH) for name in DENSE),
         ModelEntry("tiny-qwen3_5", **HYBRID),
         ModelEntry("tiny-qwen3_5_moe", **HYBRID),
         ModelEntry("tiny-qwen3_next", **HYBRID),

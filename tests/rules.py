@@ -65,6 +65,8 @@ BASE = {
     "kv_transfer/factory",
     "metrics/stats",
     "models/hf_config",
+    "models/hf_dense",
+    "models/hf_sparse",
     "engine/__init__",
     "lora/request",
     "multimodal",

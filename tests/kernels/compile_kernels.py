@@ -84,6 +84,20 @@ CLAMPED = {"ACTIVATION": "swigluoai_uninterleave", "HAS_BIAS": True, "ROWS": 128
 ROUTE = {"EXPERTS": 60, "BLOCK": 64, "TOPK": 6, "PLACES": 8, "SOFTMAX": True}
 ROUTE |= {"RENORMALIZE": True, "HAS_BIAS": False}
 WEIGHTS = {"weights_ptr": F32}
+SAMPLE = dict.fromkeys(
+    (
+        "logits_ptr",
+        "presence_ptr",
+        "frequency_ptr",
+        "repetition_ptr",
+        "temperature_ptr",
+        "top_p_ptr",
+    ),
+    F32,
+) | dict.fromkeys(("place_ptr", "index_ptr", "seeds_ptr", "top_k_ptr"), I64)
+SAMPLE |= {"in_prompt_ptr": "*i1"}
+NOISE64 = {"best_ptr": "*fp64"}
+VALUES, RANKS = {"IDS": 32, "BLOCK": 4096}, {"ids_ptr": I64, "ranks_ptr": I32, "scores_ptr": F32}
 INPUTS = {"BLOCK_SIZE": 16, "BLOCK": 256}
 
 Row = tuple[str, str, dict[str, Any], dict[str, str]]
@@ -166,6 +180,12 @@ KERNELS: list[Row] = [
     ("triton_input", "_argmax_kernel", {"COLUMNS": 4096}, {}),
     ("triton_input", "_commit_argmax_kernel", {"PARTS": 38, "BLOCK": 64}, {}),
     ("triton_input", "_commit_tokens_kernel", {}, {"sampled_ptr": I64}),
+    ("triton_sample", "_penalties_kernel", {"BLOCK": 1024}, SAMPLE | {"counts_ptr": I32}),
+    ("triton_sample", "_top_k_top_p_kernel", {"HAS_K": True, "HAS_P": True, "BLOCK": 4096}, SAMPLE),
+    ("triton_sample", "_gumbel_kernel", {"FP64": False, "BLOCK": 1024}, SAMPLE),
+    ("triton_sample", "_gumbel_kernel", {"FP64": True, "BLOCK": 1024}, SAMPLE | NOISE64),
+    ("triton_sample", "_token_values_kernel", VALUES | {"LOGPROBS": True}, SAMPLE | RANKS),
+    ("triton_sample", "_token_values_kernel", VALUES | {"LOGPROBS": False}, RANKS),
     ("triton_states", "_copy_states_kernel", {"BLOCK": 2048}, {"addresses_ptr": I64}),
 ]
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vllmx.exceptions import CheckpointError
+from vllmx.models.hf_dense import ALIASES, ALL_SLIDING, DENSE_DEFAULTS, SLIDING
+from vllmx.models.hf_sparse import SPARSE_ALIASES, SPARSE_DEFAULTS
 
 if TYPE_CHECKING:
     from vllmx.model_loader.gguf_reader import GGUFReader
@@ -68,59 +70,12 @@ MOE_DEFAULTS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
 }
-MIXTRAL_DEFAULTS = LLAMA_DEFAULTS | {
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 1_000_000.0,
-    "sliding_window": None,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
-}
-QWEN2_MOE_DEFAULTS = QWEN_DEFAULTS | {
-    **MOE_DEFAULTS,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "norm_topk_prob": False,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "qkv_bias": True,
-}
-QWEN3_MOE_DEFAULTS = QWEN_DEFAULTS | {
-    **MOE_DEFAULTS,
-    "moe_intermediate_size": 768,
-    "shared_expert_intermediate_size": 0,
-    "norm_topk_prob": False,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_key_value_heads": 4,
-}
-GLM4_MOE_DEFAULTS = LLAMA_DEFAULTS | {
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "partial_rotary_factor": 0.5,
-    "num_key_value_heads": 8,
-    "moe_intermediate_size": 1408,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "n_routed_experts": 128,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
-    "use_qk_norm": False,
-}
-OLMOE_DEFAULTS = LLAMA_DEFAULTS | {
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "clip_qkv": None,
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-}
 DEFAULTS: dict[str, dict[str, Any]] = {
+    **DENSE_DEFAULTS,
+    **SPARSE_DEFAULTS,
     "llama": LLAMA_DEFAULTS,
     "mistral": LLAMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "ministral3": LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
     "qwen2": QWEN_DEFAULTS,
     "qwen3": QWEN_DEFAULTS | {"head_dim": 128},
     "qwen3_next": QWEN3_NEXT_DEFAULTS
@@ -130,25 +85,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": QWEN3_NEXT_DEFAULTS
     | MOE_DEFAULTS
     | {"num_experts": 256, "num_experts_per_tok": 8},
-    "mixtral": MIXTRAL_DEFAULTS,
-    "qwen2_moe": QWEN2_MOE_DEFAULTS,
-    "qwen3_moe": QWEN3_MOE_DEFAULTS,
-    "glm4_moe": GLM4_MOE_DEFAULTS,
-    "olmoe": OLMOE_DEFAULTS,
     "gemma3_text": GEMMA3_DEFAULTS,
 }
 """What transformers assumes, by model_type, for keys that a config.json may leave out."""
-
-SPELLINGS: dict[str, dict[str, str]] = {
-    "mixtral": {"num_experts": "num_local_experts"},
-    "qwen3_moe": {"num_local_experts": "num_experts"},
-    "olmoe": {"num_local_experts": "num_experts"},
-    "glm4_moe": {
-        "num_local_experts": "n_routed_experts",
-        "num_mtp_layers": "num_nextn_predict_layers",
-    },
-}
-"""Other names of keys, by model_type; transformers writes one or the other."""
 
 
 class MissingKeyError(CheckpointError, AttributeError):
@@ -235,13 +174,11 @@ def _normalise(config: HFConfig) -> None:
     values = config._values
     config.read("architectures", list, [])
     config.read("model_type", str, "")
-    for other, key in SPELLINGS.get(values.get("model_type", ""), {}).items():
-        if other in values and values.setdefault(key, values[other]) != values[other]:
-            raise CheckpointError(
-                f"{config.origin}: {other} is {values[other]!r} and {key} {values[key]!r}; they "
-                "mean the same."
-            )
-    for key, value in DEFAULTS.get(values.get("model_type", ""), {}).items():
+    family = values.get("model_type", "")
+    for key, theirs in (ALIASES | SPARSE_ALIASES).get(family, {}).items():
+        if values.get(theirs) is not None:
+            values.setdefault(key, values[theirs])
+    for key, value in DEFAULTS.get(family, {}).items():
         values.setdefault(key, value)
     values.setdefault("dtype", values.get("torch_dtype"))
     if "num_attention_heads" in values:
@@ -282,6 +219,11 @@ def _layer_types(config: HFConfig, layers: int) -> list[str]:
     if values.get("model_type") == "gemma3_text":
         period = values.get("_sliding_window_pattern") or values["sliding_window_pattern"]
         return [full if (i + 1) % period == 0 else sliding for i in range(layers)]
+    if values.get("sliding_window") is not None and values.get("model_type") in SLIDING:
+        period = values.get("sliding_window_pattern") or SLIDING[values["model_type"]]
+        if isinstance(period, str):  # one letter a layer: L for local
+            return [sliding if period[i % len(period)] == "L" else full for i in range(layers)]
+        return [full if (i + 1) % period == 0 else sliding for i in range(layers)]
     if "full_attention_interval" in values:
         period = config.read("full_attention_interval", int)
         return [full if (i + 1) % period == 0 else "linear_attention" for i in range(layers)]
@@ -291,7 +233,7 @@ def _layer_types(config: HFConfig, layers: int) -> list[str]:
         if not values["use_sliding_window"]:
             return [full] * layers
         return [sliding if i >= values["max_window_layers"] else full for i in range(layers)]
-    return [sliding if values.get("model_type") in ("mistral", "mixtral") else full] * layers
+    return [sliding if values.get("model_type") in ALL_SLIDING else full] * layers
 
 
 def _rope_parameters(config: HFConfig) -> dict[str, Any]:

@@ -37,6 +37,8 @@ from vllmx.models.utils import (
 class LlamaMLP(nn.Module):
     """down(act(gate(x)) * up(x)); the config's inner size, unless another is given."""
 
+    act_key = "hidden_act"
+
     def __init__(
         self,
         config: HFConfig,
@@ -56,8 +58,8 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             inner, hidden, bias, prefix=f"{prefix}.down_proj", **shared
         )
-        self.hidden_act = config.hidden_act
-        self.act_fn = get_act_and_mul_fn(config.hidden_act, ops)
+        self.hidden_act = config.read(self.act_key, str)
+        self.act_fn = get_act_and_mul_fn(self.hidden_act, ops)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, H] -> [T, H]."""
@@ -91,7 +93,8 @@ class LlamaAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             self.q_size, config.hidden_size, o_bias, prefix=f"{prefix}.o_proj", **shared
         )
-        self.rotary_emb = self.rope_of(config, layer, ops)
+        max_model_len = vllm_config.model_config.max_model_len
+        self.rotary_emb = self.rope_of(config, layer, max_model_len, ops)
         sliding = config.layer_types[layer] == "sliding_attention"
         self.attn = Attention(
             heads,
@@ -114,14 +117,18 @@ class LlamaAttention(nn.Module):
         """What scores are multiplied with."""
         return config.head_dim**-0.5
 
-    def rope_of(self, config: HFConfig, layer: int, ops: OpTable) -> RotaryEmbedding | None:
+    def rope_of(
+        self, config: HFConfig, layer: int, max_model_len: int | None, ops: OpTable
+    ) -> RotaryEmbedding | None:
         """The rotation of this layer; None where it has no positions."""
+        rope = config.rope_parameters
         return get_rope(
             config.head_dim,
             config.max_position_embeddings,
-            config.rope_parameters,
+            rope.get(config.layer_types[layer], rope),  # some have one for each kind of layer
             ops,
             self.is_neox_style,
+            max_model_len,
         )
 
     def fused(self, ops: OpTable) -> FusedQKV | None:
@@ -171,7 +178,7 @@ class LlamaDecoderLayer(nn.Module):
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns (output, residual), both [T, H]; their sum is what the next layer norms."""
         if residual is None:
             residual = hidden_states.clone()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllmx.exceptions import CheckpointError
 from vllmx.layers.attention import attention_layers
@@ -88,6 +88,14 @@ PLAIN_STACKED = {part: LLAMA_MAPPER.stacked[part] for part in (".q_proj.", ".k_p
 def layer_index(prefix: str) -> int:
     """Which layer of the stack `prefix` is in: the first number among its parts."""
     return next(int(part) for part in prefix.split(".") if part.isdigit())
+
+
+def by_head(weight: Tensor, group: int, head_dim: int) -> Tensor:
+    """A stacked matrix or bias whose rows come key head by key head, `group` heads of queries, then
+    key and value, as all queries, all keys and all values one after another."""
+    rows = weight.unflatten(0, (-1, group + 2, head_dim))
+    parts = (rows[:, :group], rows[:, group], rows[:, group + 1])
+    return torch.cat([part.reshape(-1, *weight.shape[1:]) for part in parts])
 
 
 class AutoWeightsLoader:

@@ -20,6 +20,9 @@ from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
 from vllmx.tiny.tensors import shapes
 from vllmx.tiny.tokenizer import tokenizer_files
 
+NUMBERS = {"beta": 0.5, "eps": -1e-6}
+"""Numbers that a checkpoint holds beside its weights."""
+
 
 def weight(name: str, tensor: str, shape: tuple[int, ...], less_one: bool) -> np.ndarray:
     """float32, near normal (a sum of twelve uniforms), from a counter keyed by both names.
@@ -32,7 +35,11 @@ def weight(name: str, tensor: str, shape: tuple[int, ...], less_one: bool) -> np
     normal = (words.reshape(count, 12).sum(axis=1, dtype=np.int64) - 6 * 65535) / 65536.0
     if tensor.endswith("A_log"):
         normal = normal - 2.0  # memories of a few tokens, and of some dozens
-    elif len(shape) == 1:
+    elif not shape:
+        normal = np.full(1, NUMBERS[tensor.rpartition(".")[2]])
+    elif tensor.endswith(".bias"):
+        normal = normal * 0.1
+    elif len(shape) == 1 or tensor.endswith("norm.weight"):
         stored = less_one and not tensor.endswith(("linear_attn.norm.weight", "dt_bias"))
         normal = normal * 0.1 + (0.0 if stored else 1.0)
     else:
@@ -51,11 +58,13 @@ def save(name: str, folder: Path) -> None:
     """Write the checkpoint `name` into `folder`."""
     config = config_of(name)
     text = config.get("text_config", config)
-    less_one = config["model_type"].startswith(("gemma3", "qwen3_next", "qwen3_5"))
+    sparse = text["model_type"] in SPARSE_TYPES
+    norms = ("gemma", "nemotron", "qwen3_")
+    less_one = config["model_type"].startswith(norms) and not sparse
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {key: weight(name, key, shape, less_one) for key, shape in shapes(config).items()}
-    if "num_experts" in text or text["model_type"] in SPARSE_TYPES:
+    if "num_experts" in text or sparse:
         # A provider that rounds weights to half precision must send tokens to the same experts.
         tensors = {key: as_bfloat16(tensor) for key, tensor in tensors.items()}
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})

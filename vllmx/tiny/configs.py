@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllmx.tiny.sparse import SPARSE_FAMILIES
+from vllmx.tiny.dense_configs import DENSE_FAMILIES
 
 SIZES = {
     "vocab_size": 1024,
@@ -49,6 +50,7 @@ VISION = {
 }
 """A tower that upstream wants to be described, and that no tensor is of."""
 FAMILIES: dict[str, dict[str, Any]] = {
+    **DENSE_FAMILIES,
     "tiny-llama": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -122,5 +124,6 @@ def config_of(name: str) -> dict[str, Any]:
     """config.json of a tiny checkpoint; KeyError for a name that is none."""
     family = FAMILIES[name]
     if "text_config" not in family:
-        return {**SIZES, **family}
+        said = {**SIZES, **family}
+        return {key: value for key, value in said.items() if value is not None}
     return {**family, "dtype": SIZES["dtype"], "text_config": {**SIZES, **family["text_config"]}}

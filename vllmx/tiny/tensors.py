@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllmx.tiny.dense_tensors import LAYOUTS, dense_shapes
 from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
 from vllmx.tiny.sparse import sparse_attention, sparse_mlp
 
@@ -15,6 +16,8 @@ Shapes = dict[str, tuple[int, ...]]
 def shapes(config: dict[str, Any]) -> Shapes:
     """Name -> shape of every tensor of a checkpoint with this config."""
     text = config.get("text_config", config)
+    if text["model_type"] in LAYOUTS:
+        return dense_shapes(text)
     hidden, model = text["hidden_size"], "model"
     if text is not config:
         model = "model.language_model"
