@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllmx.tiny.sparse import SPARSE_FAMILIES
 from vllmx.tiny.dense_configs import DENSE_FAMILIES
+from vllmx.tiny.sparse import SPARSE_FAMILIES
 
 SIZES = {
     "vocab_size": 1024,
