@@ -353,6 +353,9 @@ class LoadConfig:
     """Never fetch: a model that is not in the cache is an error that says what to run."""
     use_tqdm_on_load: bool = True
     """Show a progress bar on stderr while fetching and loading."""
+    plugins: Optional[list[str]] = None
+    """Names of the installed plugins (entry point group vllm.general_plugins) that are loaded, as
+    upstream's VLLM_PLUGINS; None: all, []: none."""
 
 
 @dataclass
@@ -800,10 +803,11 @@ class ParityConfig:
 
 @dataclass
 class CheckpointConfig:
-    """`vllmx checkpoint tiny`; its keys may be written without the node: `output_dir=FOLDER`."""
+    """`vllmx checkpoint KIND`; its keys may be written without the node: `output_dir=FOLDER`."""
 
-    kind: str = choice("tiny", "tiny")
-    """What is made: a tiny model with seeded weights."""
+    kind: str = choice("tiny", "tiny", "moe")
+    """What is made: `tiny`, a tiny model with seeded weights; `moe`, a Mixtral that says what the
+    Llama `model` says, each of its MLPs cut into experts."""
     output_dir: Optional[str] = None
     """Folder of the checkpoint; null is one in the current folder, called as the model."""
 
@@ -863,7 +867,7 @@ class RunConfig:
     bench: BenchConfig = field(default_factory=BenchConfig)
     """Benchmarks."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Tiny models."""
+    """Models that are made."""
     parity: ParityConfig = field(default_factory=ParityConfig)
     """Group `parity`."""
     debug: DebugConfig = field(default_factory=DebugConfig)
