@@ -41,12 +41,13 @@ NODES = {
     "attention": "attention_config",
     "kernel": "kernel_config",
     "speculative": "speculative_config",
+    "reasoning": "reasoning_config",
     "kv_transfer": "kv_transfer_config",
     "kv_events": "kv_events_config",
 }
 WITHOUT_FLAG = {"model.name", "model.source"}
 # Nodes whose fields have no flag each.
-FIELDS_WITHOUT_FLAG = ("model.source.", "kv_transfer.", "kv_events.", "speculative.")
+FIELDS_WITHOUT_FLAG = ("model.source.", "kv_transfer.", "kv_events.", "speculative.", "reasoning.")
 SHORT = {
     "-q": "quantization",
     "-tp": "tensor_parallel_size",

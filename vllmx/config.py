@@ -13,7 +13,7 @@ import copy
 import logging
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Dict, List, Optional  # noqa: UP035
@@ -95,6 +95,8 @@ class ModelConfig:
     """What logprobs are taken from: before or after penalties, temperature and masks."""
     use_fp64_gumbel: bool = False
     """Draw the sampler's noise in float64."""
+    logits_processors: List[str] = field(default_factory=list)
+    """Custom logits processors as MODULE:CLASS, or classes for `LLM`, beside installed ones."""
     disable_sliding_window: bool = False
     """Treat sliding-window layers as full attention and cap max_model_len at the window."""
     served_model_name: Optional[List[str]] = None
@@ -538,6 +540,37 @@ class KVEventsConfig:
 
 
 @dataclass
+class ReasoningConfig:
+    """The markers around a model's reasoning (--reasoning-config), which thinking_token_budget
+    needs. Both are texts of the model's own, or neither."""
+
+    reasoning_start_str: str = ""
+    """Text that begins it, as `<think>`."""
+    reasoning_end_str: str = ""
+    """Text that ends it, as `</think>`."""
+
+    # The markers as tokens; set by `initialize_token_ids`.
+    reasoning_start_token_ids = None
+    reasoning_end_token_ids = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the markers are known as tokens."""
+        return bool(self.reasoning_start_token_ids and self.reasoning_end_token_ids)
+
+    def initialize_token_ids(self, encode: Callable[[str], list[int]]) -> None:
+        """Make tokens of the texts; UserError for one that has none."""
+        for name in ("start", "end"):
+            token_ids = encode(getattr(self, f"reasoning_{name}_str"))
+            if not token_ids:
+                raise UserError(
+                    f"reasoning_{name}_str={getattr(self, f'reasoning_{name}_str')!r}: the model's "
+                    "tokenizer makes no token of it; give the text that the model writes."
+                )
+            setattr(self, f"reasoning_{name}_token_ids", token_ids)
+
+
+@dataclass
 class SamplingConfig:
     """Sampling of `generate`, `chat`, `complete` and `bench`; null takes the model's default."""
 
@@ -763,6 +796,8 @@ class RunConfig:
     """Speculative decoding."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """LoRA adapters."""
+    reasoning: ReasoningConfig = field(default_factory=ReasoningConfig)
+    """Markers of reasoning."""
     load: LoadConfig = field(default_factory=LoadConfig)
     """How weights are read."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -825,6 +860,8 @@ class VllmConfig:
     """Speculative decoding, None without."""
     lora_config: LoRAConfig | None = None
     """LoRA adapters, None without."""
+    reasoning_config: ReasoningConfig | None = None
+    """Markers of reasoning, None without."""
     kv_events_config: KVEventsConfig | None = None
     """Events of the prefix cache, None without."""
 
@@ -886,6 +923,7 @@ ENGINE_NODES = {
     "kv_events": "kv_events_config",
     "speculative": "speculative_config",
     "lora": "lora_config",
+    "reasoning": "reasoning_config",
 }
 
 
@@ -941,7 +979,18 @@ def finalize(run: RunConfig) -> VllmConfig:
     config.kv_events_config = _kv_events(config)
     config.speculative_config = _speculative(run.speculative)
     config.lora_config = replace(run.lora) if run.lora.enable_lora else None
+    config.reasoning_config = _reasoning(run.reasoning)
     return config
+
+
+def _reasoning(reasoning: ReasoningConfig) -> ReasoningConfig | None:
+    start, end = bool(reasoning.reasoning_start_str), bool(reasoning.reasoning_end_str)
+    if start != end:
+        raise UserError(
+            f"reasoning.reasoning_{'end' if start else 'start'}_str is missing: reasoning needs "
+            "the text that begins it and the one that ends it."
+        )
+    return replace(reasoning) if start else None
 
 
 def _kv_events(config: VllmConfig) -> KVEventsConfig | None:

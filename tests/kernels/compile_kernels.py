@@ -83,6 +83,20 @@ GATES = {"A_log_ptr": F32, "g_ptr": F32, "beta_ptr": F32, "state_ptr": F32}
 REQUEST = {"has_state_ptr": "*u8", "from_start_ptr": F32, "to_end_ptr": F32, "inverse_ptr": F32}
 SINGLES = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "inside_ptr", "out_ptr"), F32)
 SINGLE, WRITES = {"weight_ptr": F32}, {"out_ptr": I32}
+SAMPLE = dict.fromkeys(
+    (
+        "logits_ptr",
+        "presence_ptr",
+        "frequency_ptr",
+        "repetition_ptr",
+        "temperature_ptr",
+        "top_p_ptr",
+    ),
+    F32,
+) | dict.fromkeys(("place_ptr", "index_ptr", "seeds_ptr", "top_k_ptr"), I64)
+SAMPLE |= {"in_prompt_ptr": "*i1"}
+NOISE64 = {"best_ptr": "*fp64"}
+VALUES, RANKS = {"IDS": 32, "BLOCK": 4096}, {"ids_ptr": I64, "ranks_ptr": I32, "scores_ptr": F32}
 INPUTS = {"BLOCK_SIZE": 16, "BLOCK": 256}
 
 Row = tuple[str, str, dict[str, Any], dict[str, str]]
@@ -176,6 +190,12 @@ KERNELS: list[Row] = [
         ROWS | {"CHUNK": 64, "WIDE": False},
         GATES | REQUEST | SINGLES,
     ),
+    ("triton_sample", "_penalties_kernel", {"BLOCK": 1024}, SAMPLE | {"counts_ptr": I32}),
+    ("triton_sample", "_top_k_top_p_kernel", {"HAS_K": True, "HAS_P": True, "BLOCK": 4096}, SAMPLE),
+    ("triton_sample", "_gumbel_kernel", {"FP64": False, "BLOCK": 1024}, SAMPLE),
+    ("triton_sample", "_gumbel_kernel", {"FP64": True, "BLOCK": 1024}, SAMPLE | NOISE64),
+    ("triton_sample", "_token_values_kernel", VALUES | {"LOGPROBS": True}, SAMPLE | RANKS),
+    ("triton_sample", "_token_values_kernel", VALUES | {"LOGPROBS": False}, RANKS),
     ("triton_states", "_copy_states_kernel", {"BLOCK": 2048}, {"addresses_ptr": I64}),
 ]
 

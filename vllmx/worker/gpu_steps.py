@@ -94,6 +94,18 @@ class GPUSteps:
             self.mixed_graph.drop()
         return taken
 
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run once, without a graph, each step that is to be captured at the start."""
+        if not self.cudagraph_manager.needs_capture():
+            return
+        if self.mixed_graph is not None:
+            self.mixed_graph.send_padding()
+            self.mixed_graph.step()
+        for size in self.cudagraph_manager.sizes:
+            self._send_padding(size)
+            self._decode_step(size)
+
     # ------------------------------------------------------------------ execute
 
     def execute(self, scheduler_output: SchedulerOutput) -> tuple[InputBatch, Tensor]:

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles Triton's kernels side by side, before the first of them is launched.
+
+A step that meets a kernel for the first time compiles it, and the next one after that: half a
+minute of a start with an empty cache, on one core. Here steps are gone through without launching
+any of our kernels; each is handed to a pool of threads as it would have been launched, and all are
+there at the end. What torch computes in between, it computes on zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ALIGNED = 16
+"""What Triton compiles anew for: addresses that are multiples of this, or are not."""
+FILLED = (
+    (torch, "empty", torch.zeros),
+    (torch, "empty_like", torch.zeros_like),
+    (torch.Tensor, "new_empty", torch.Tensor.new_zeros),
+)
+"""What has to give zeros meanwhile: what no kernel wrote may be taken for an index."""
+
+
+@contextmanager
+def compiling_ahead(threads: int) -> Iterator[None]:
+    """Within it a launch of one of our kernels compiles it, in one of `threads`, and does nothing
+    else; all are compiled when it ends. An error of the compiler comes out at the end."""
+    from triton import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+    seen: set[Any] = set()
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        key = (kernel, tuple(map(_kind, args)), tuple(sorted(options.items())))
+        if key not in seen:  # asking Triton whether it has it costs ten times as much
+            seen.add(key)
+            launch(kernel, *args, grid=grid, warmup=True, **options)
+
+    with ExitStack() as stack:
+        stack.enter_context(AsyncCompileMode(stack.enter_context(ThreadPoolExecutor(threads))))
+        for owner, name, filled in FILLED:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, filled)
+        stack.callback(setattr, JITFunction, "run", launch)
+        JITFunction.run = compile_only
+        yield
+
+
+def _kind(argument: Any) -> Any:
+    """What tells apart the arguments that a kernel may have to be compiled anew for."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNED
+    return argument if isinstance(argument, int) else type(argument)
