@@ -196,6 +196,12 @@ KERNELS: list[Row] = [
     ("triton_sample", "_gumbel_kernel", {"FP64": True, "BLOCK": 1024}, SAMPLE | NOISE64),
     ("triton_sample", "_token_values_kernel", VALUES | {"LOGPROBS": True}, SAMPLE | RANKS),
     ("triton_sample", "_token_values_kernel", VALUES | {"LOGPROBS": False}, RANKS),
+    (
+        "triton_pages",
+        "_join_pages_kernel",
+        {"BLOCK": 256},
+        {"page_start_ptr": I32, "indices_ptr": I32},
+    ),
     ("triton_states", "_copy_states_kernel", {"BLOCK": 2048}, {"addresses_ptr": I64}),
 ]
 
