@@ -123,6 +123,7 @@ class GPUSteps:
             buffers.send(host, padded_to=desc.num_reqs)
             if states is not None:
                 states.preprocess_state(host)
+            runner.attn_builders.plan_replay(desc.num_reqs, host.seq_lens_np)
             return batch, self.cudagraph_manager.run_fullgraph(desc)[:num_reqs]
         if self.mixed_graph is not None and self.mixed_graph.takes(host):
             self.mixed_graph.send(host)
@@ -157,7 +158,8 @@ class GPUSteps:
         )
         batch = buffers.batch(host)
         buffers.prepare(num_reqs)
-        metadata = runner.attn_builders.build(batch, *buffers.attention_inputs(host))
+        inputs = buffers.attention_inputs(host)
+        metadata = runner.attn_builders.build(batch, *inputs, captured=True)
         with set_forward_context(ForwardContext(metadata)):
             hidden_states = runner.model(batch.input_ids, batch.positions)
         buffers.sample_greedy(runner.model.compute_logits(hidden_states))
