@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from vllmx.engine.llm_engine import LLMEngine
     from vllmx.entrypoints.llm import LLM
     from vllmx.outputs import CompletionOutput, RequestOutput
+    from vllmx.registry import ModelRegistry
     from vllmx.sampling_params import BeamSearchParams, SamplingParams
 
     __version__: str
@@ -25,6 +26,7 @@ _MODULES = {
     "BeamSearchParams": "vllmx.sampling_params",
     "RequestOutput": "vllmx.outputs",
     "CompletionOutput": "vllmx.outputs",
+    "ModelRegistry": "vllmx.registry",
 }
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "ModelRegistry",
     "RequestOutput",
     "SamplingParams",
     "__version__",

@@ -577,12 +577,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 "The min_p and logit_bias sampling parameters "
                 "are not yet supported with speculative decoding."
             )
-        if self.structured_outputs is not None:
-            raise VLLMValidationError(
-                "structured outputs are not built yet: leave structured_outputs and "
-                "response_format out of the request.",
-                parameter="structured_outputs",
-            )
 
     def _validate_logprobs(self, max_logprobs: int, vocab_size: int) -> None:
         max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)

@@ -139,6 +139,8 @@ class InputProcessor:
                 parameter="bad_words",
             )
         sampling_params.verify_some_token_left(vocab_size)
+        if sampling_params.structured_outputs is not None:
+            self.validate_structured_outputs(sampling_params)
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -153,6 +155,17 @@ class InputProcessor:
             trace_headers=trace_headers,
         )
 
+    def validate_structured_outputs(self, params: SamplingParams) -> None:
+        """Choose who enforces the constraint of `params`, which is marked with it.
+
+        VLLMValidationError where nobody can. What was asked before is known; the first time takes
+        longer, as libraries are loaded, so that a server does it in a thread.
+        """
+        from vllmx.structured_output.validation import validate_structured_outputs
+
+        config = self.vllm_config.structured_outputs_config
+        validate_structured_outputs(params, self.model_config, config, self.tokenizer)
+
     def _validate_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, but got {type(params).__name__}")
@@ -166,7 +179,8 @@ class InputProcessor:
         if params.thinking_token_budget is not None and not (reasoning and reasoning.enabled):
             raise VLLMValidationError(
                 "thinking_token_budget is set but reasoning_config is not configured. "
-                "Please set --reasoning-config to use thinking_token_budget.",
+                "Please set --reasoning-parser and/or --reasoning-config to use "
+                "thinking_token_budget.",
                 parameter="thinking_token_budget",
                 value=params.thinking_token_budget,
             )

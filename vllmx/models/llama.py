@@ -8,7 +8,7 @@ the tokens of all requests lie one after another, and only attention knows where
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -158,8 +158,8 @@ class LlamaAttention(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each normed before, with the residual carried along."""
 
-    attention_cls: type[nn.Module] = LlamaAttention
-    mlp_cls: type[nn.Module] = LlamaMLP
+    attention_cls: Callable[..., nn.Module] = LlamaAttention
+    mlp_cls: Callable[..., nn.Module] = LlamaMLP
 
     def __init__(
         self, config: HFConfig, *, vllm_config: VllmConfig, ops: OpTable, prefix: str

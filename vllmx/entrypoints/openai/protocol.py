@@ -11,17 +11,23 @@ from __future__ import annotations
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from vllmx.entrypoints.openai.base_model import OpenAIBaseModel
+from vllmx.entrypoints.openai.response_format import (
+    ResponseFormat,
+    refuse_older_names,
+    structured_outputs_of,
+)
 from vllmx.exceptions import VLLMValidationError
 from vllmx.sampling_params import (
     BeamSearchParams,
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
+    StructuredOutputsParams,
 )
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
@@ -45,26 +51,6 @@ def random_uuid() -> str:
 def now() -> int:
     """Seconds since the epoch."""
     return int(time.time())
-
-
-class OpenAIBaseModel(BaseModel):
-    """A body or a part of one. Extra fields are kept; NaN and infinities are refused."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
-
-    def unknown_fields(self, prefix: str = "") -> Iterator[str]:
-        """Dotted paths of the fields in this body that no model knows, in order."""
-        for name in self.model_extra or ():
-            yield f"{prefix}{name}"
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            path = type(self).model_fields[name].alias or name
-            if isinstance(value, OpenAIBaseModel):
-                yield from value.unknown_fields(f"{prefix}{path}.")
-            elif isinstance(value, list):
-                for i, item in enumerate(value):
-                    if isinstance(item, OpenAIBaseModel):
-                        yield from item.unknown_fields(f"{prefix}{path}[{i}].")
 
 
 # --- errors, models, usage -----------------------------------------------------------------------
@@ -147,22 +133,6 @@ class StreamOptions(OpenAIBaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class JsonSchemaResponseFormat(OpenAIBaseModel):
-    """Schema of a structured answer (known, so that it can be refused by name)."""
-
-    name: str
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(OpenAIBaseModel):
-    """Form of the answer; only `text` is served so far."""
-
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchemaResponseFormat | None = None
-
-
 # --- requests ------------------------------------------------------------------------------------
 
 
@@ -227,19 +197,13 @@ class GenerationRequest(OpenAIBaseModel):
             )
         if self.use_beam_search:
             self._check_beam_search()
-        kind = self.response_format.type if self.response_format else "text"
-        if kind != "text":
-            raise VLLMValidationError(
-                f"`response_format` of type '{kind}': structured output is not built yet; "
-                "only type 'text' is served.",
-                parameter="response_format",
-            )
-        if self.structured_outputs is not None:
-            raise VLLMValidationError(
-                "`structured_outputs`: structured output is not built yet; leave it out.",
-                parameter="structured_outputs",
-            )
+        refuse_older_names(self.model_extra or {})
+        self.get_structured_outputs()
         return self
+
+    def get_structured_outputs(self) -> StructuredOutputsParams | None:
+        """The constraint of the answer; raises VLLMValidationError for one that is none."""
+        return structured_outputs_of(self.response_format, self.structured_outputs)
 
     def _check_beam_search(self) -> None:
         if self.stream:
@@ -318,6 +282,7 @@ class GenerationRequest(OpenAIBaseModel):
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
             logit_bias=self.logit_bias,
             allowed_token_ids=self.allowed_token_ids,
+            structured_outputs=self.get_structured_outputs(),
             extra_args=self.vllm_xargs or None,
             thinking_token_budget=self.thinking_token_budget,
             repetition_detection=self.repetition_detection,
