@@ -156,6 +156,7 @@ MODELS = {
         ModelEntry("tiny-glm4_moe", **TINY),
         ModelEntry("tiny-olmoe", **TINY),
         ModelEntry("tiny-qwen2_moe", **BREADTH),
+        ModelEntry("tiny-granitemoe", **BREADTH),
     )
 }
 
