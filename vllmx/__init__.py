@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllmx.entrypoints.llm import LLM
     from vllmx.outputs import CompletionOutput, RequestOutput
     from vllmx.registry import ModelRegistry
-    from vllmx.sampling_params import SamplingParams
+    from vllmx.sampling_params import BeamSearchParams, SamplingParams
 
     __version__: str
 
@@ -23,6 +23,7 @@ _MODULES = {
     "EngineArgs": "vllmx.engine.arg_utils",
     "AsyncEngineArgs": "vllmx.engine.arg_utils",
     "SamplingParams": "vllmx.sampling_params",
+    "BeamSearchParams": "vllmx.sampling_params",
     "RequestOutput": "vllmx.outputs",
     "CompletionOutput": "vllmx.outputs",
     "ModelRegistry": "vllmx.registry",
@@ -32,6 +33,7 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
