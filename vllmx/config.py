@@ -640,9 +640,12 @@ class ServerConfig:
 
 @dataclass
 class BenchConfig:
-    """`vllmx bench latency|throughput|overhead|side-by-side|startup`."""
+    """`vllmx bench latency|throughput|overhead|side-by-side|startup|kernels`."""
 
-    kind: str = choice("latency", "latency", "throughput", "overhead", "side-by-side", "startup")
+    kind: str = choice(
+        "latency",
+        *("latency", "throughput", "overhead", "side-by-side", "startup", "kernels"),
+    )
     """What is measured."""
     batch_size: int = number(8, ge=1)
     """Requests of a latency batch, or running requests of an overhead step."""
