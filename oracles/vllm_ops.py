@@ -8,9 +8,12 @@ distance from the first says how much upstream disagrees with itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -208,20 +211,39 @@ def rope_table(
     head_size: int, max_position: int, rope_parameters: dict[str, Any], rows: Tensor
 ) -> Tensors:
     """Rows of the table that upstream's factory makes."""
-    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, get_rope
 
+    _ROPE_DICT.clear()  # it does not tell apart what differs in the longest length alone
     # The tables of scaled kinds cover `factor` times the length that they are told.
     told = rope_parameters.get("original_max_position_embeddings", max_position)
     length = told if rope_parameters["rope_type"] == "yarn" else max_position
-    rope = _layer(
-        get_rope,
-        head_size=head_size,
-        max_position=length,
-        is_neox_style=True,
-        rope_parameters=dict(rope_parameters),
-        dtype=torch.float32,
-    )
-    return {"out": rope.cos_sin_cache[rows]}
+    longest = rope_parameters.get("max_model_len")
+    with _longest(longest or max_position):
+        rope = _layer(
+            get_rope,
+            head_size=head_size,
+            max_position=length,
+            is_neox_style=True,
+            rope_parameters={k: v for k, v in rope_parameters.items() if k != "max_model_len"},
+            dtype=torch.float32,
+        )
+    if longest is None:
+        return {"out": rope.cos_sin_cache[rows]}
+    # Two tables, the one of short sequences first, which ends where the original context does.
+    first = told if rope.use_long_rope else 0
+    return {"out": rope.long_short_cos_sin_cache[rows + first]}
+
+
+@contextlib.contextmanager
+def _longest(max_model_len: int) -> Iterator[None]:
+    """Let the current config say how long sequences get: without a model, it says nothing."""
+    config = _config()
+    before = config.model_config
+    config.model_config = types.SimpleNamespace(max_model_len=max_model_len)
+    try:
+        yield
+    finally:
+        config.model_config = before
 
 
 # -------------------------------------------------------------------- linear, embedding, cache

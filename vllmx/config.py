@@ -353,6 +353,9 @@ class LoadConfig:
     """Never fetch: a model that is not in the cache is an error that says what to run."""
     use_tqdm_on_load: bool = True
     """Show a progress bar on stderr while fetching and loading."""
+    plugins: Optional[list[str]] = None
+    """Names of the installed plugins (entry point group vllm.general_plugins) that are loaded, as
+    upstream's VLLM_PLUGINS; None: all, []: none."""
 
 
 @dataclass
@@ -442,6 +445,38 @@ class ObservabilityConfig:
 
     kv_cache_metrics = False
     kv_cache_metrics_sample = 0.01
+
+
+@dataclass
+class StructuredOutputsConfig:
+    """Answers that a grammar constrains."""
+
+    backend: str = choice("auto", "auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
+    """Library that compiles grammars; auto: the first of xgrammar, guidance and outlines that
+    enforces all of what a request asks for."""
+    disable_any_whitespace: bool = False
+    """JSON without whitespace between its parts; backends xgrammar and guidance."""
+    disable_additional_properties: bool = False
+    """JSON objects without properties that their schema does not name, unless it says otherwise;
+    backend guidance, where it is not so anyway."""
+    reasoning_parser: str = ""
+    """How the model marks its reasoning (deepseek_r1, qwen3): a grammar begins after it."""
+    reasoning_parser_plugin: str = ""
+    """Python file that registers further reasoning parsers."""
+    enable_in_reasoning: bool = False
+    """Let grammars apply to the reasoning as well."""
+
+    def __post_init__(self) -> None:
+        if self.disable_any_whitespace and self.backend not in ("xgrammar", "guidance"):
+            raise UserError(
+                "structured_outputs: disable_any_whitespace is only supported for xgrammar and "
+                "guidance backends; set backend."
+            )
+        if self.disable_additional_properties and self.backend != "guidance":
+            raise UserError(
+                "structured_outputs: disable_additional_properties is only supported for the "
+                "guidance backend; set backend."
+            )
 
 
 KV_PRODUCERS = ("kv_producer", "kv_both")
@@ -640,11 +675,11 @@ class ServerConfig:
 
 @dataclass
 class BenchConfig:
-    """`vllmx bench latency|throughput|overhead|side-by-side|startup|kernels`."""
+    """`vllmx bench latency|throughput|serve|overhead|side-by-side|startup|kernels`."""
 
     kind: str = choice(
         "latency",
-        *("latency", "throughput", "overhead", "side-by-side", "startup", "kernels"),
+        *("latency", "throughput", "serve", "overhead", "side-by-side", "startup", "kernels"),
     )
     """What is measured."""
     batch_size: int = number(8, ge=1)
@@ -654,7 +689,11 @@ class BenchConfig:
     output_len: int = number(128, ge=1)
     """Tokens generated for each request."""
     num_prompts: int = number(64, ge=1)
-    """Requests of a throughput run."""
+    """Requests of a throughput or serve run."""
+    max_concurrency: Optional[int] = number(None, gt=0)
+    """Most requests of a serve run that are under way at once; null has no limit."""
+    request_rate: Optional[float] = number(None, gt=0)
+    """Requests a second at which a serve run's arrive, at random; null sends all at once."""
     num_iters_warmup: int = number(2, ge=0)
     """Runs before measuring."""
     num_iters: int = number(5, ge=1)
@@ -764,6 +803,17 @@ class ParityConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """`vllmx checkpoint KIND`; its keys may be written without the node: `output_dir=FOLDER`."""
+
+    kind: str = choice("tiny", "tiny", "moe")
+    """What is made: `tiny`, a tiny model with seeded weights; `moe`, a Mixtral that says what the
+    Llama `model` says, each of its MLPs cut into experts."""
+    output_dir: Optional[str] = None
+    """Folder of the checkpoint; null is one in the current folder, called as the model."""
+
+
+@dataclass
 class DebugConfig:
     """Help with finding faults."""
 
@@ -801,6 +851,8 @@ class RunConfig:
     """LoRA adapters."""
     reasoning: ReasoningConfig = field(default_factory=ReasoningConfig)
     """Markers of reasoning."""
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    """Answers that a grammar constrains."""
     load: LoadConfig = field(default_factory=LoadConfig)
     """How weights are read."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -815,6 +867,8 @@ class RunConfig:
     """What is published of the prefix cache."""
     bench: BenchConfig = field(default_factory=BenchConfig)
     """Benchmarks."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Models that are made."""
     parity: ParityConfig = field(default_factory=ParityConfig)
     """Group `parity`."""
     debug: DebugConfig = field(default_factory=DebugConfig)
@@ -868,7 +922,10 @@ class VllmConfig:
     kv_events_config: KVEventsConfig | None = None
     """Events of the prefix cache, None without."""
 
-    structured_outputs_config = None
+    structured_outputs_config: StructuredOutputsConfig = field(
+        default_factory=StructuredOutputsConfig
+    )
+    """Answers that a grammar constrains."""
 
     def __post_init__(self) -> None:
         cache = self.cache_config
@@ -927,6 +984,7 @@ ENGINE_NODES = {
     "speculative": "speculative_config",
     "lora": "lora_config",
     "reasoning": "reasoning_config",
+    "structured_outputs": "structured_outputs_config",
 }
 
 
@@ -976,6 +1034,7 @@ def finalize(run: RunConfig) -> VllmConfig:
     # A new object, as it checks its fields when it is made.
     transfer = nodes["kv_transfer_config"]
     nodes["kv_transfer_config"] = replace(transfer) if transfer.kv_connector else None
+    nodes["structured_outputs_config"] = replace(nodes["structured_outputs_config"])
     config = VllmConfig(**nodes)
     if config.cache_config.block_size is None:
         config.cache_config.block_size = DEFAULT_BLOCK_SIZE

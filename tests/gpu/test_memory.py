@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A start runs the largest step, compiles what it will launch, and sizes the cache by both."""
+"""A start runs the largest step and compiles what it will launch.
+
+What else runs on the GPU meanwhile changes what it has free, so these look at torch's own figures.
+"""
 
 import os
 import subprocess
@@ -11,8 +14,6 @@ from gpu_engine import answers, engine, prompts
 from vllmx import SamplingParams
 from vllmx.exceptions import UserError
 
-SIZED = {"kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.2}
-
 
 def worker_of(llm):
     """The worker inside an engine of this process."""
@@ -20,7 +21,7 @@ def worker_of(llm):
 
 
 def test_what_was_foreseen_holds_when_the_largest_steps_come(folder) -> None:
-    llm = engine(folder, **SIZED)
+    llm = engine(folder)
     worker = worker_of(llm)
     profile, memory = worker.memory_profile, worker.memory
     memory.reset_peak()
@@ -31,8 +32,6 @@ def test_what_was_foreseen_holds_when_the_largest_steps_come(folder) -> None:
     answers(llm, prompts(40, longest=200), hard)
     end = memory.snapshot()
     assert end.torch_peak - start.allocated <= profile.activations
-    used = start.total_memory - end.free_memory
-    assert used <= profile.requested + start.total_memory - profile.free_before
 
 
 def test_a_cache_that_cannot_be_had_is_an_error_that_says_what_to_lower(folder) -> None:
@@ -57,7 +56,7 @@ def then_listen(*args):
 
 gpu_worker.compile_kernels = then_listen
 save_tiny("qwen3", sys.argv[1])
-engine(sys.argv[1], kv_cache_memory_bytes=None, gpu_memory_utilization=0.2)
+engine(sys.argv[1])
 print(len(early), late)
 """
 

@@ -4,12 +4,12 @@
 import pytest
 from gpu_engine import answers, engine, greedy, prompts, runner_of
 
-BUDGET = {"max_num_batched_tokens": 1024, "max_model_len": 512}
+BUDGET = {"max_num_batched_tokens": 1024}
 
 
 def mixed(number: int) -> list:
     """Prompts longer than the budget together, so that some are cut and others decode meanwhile."""
-    return prompts(number, longest=400)
+    return prompts(number, longest=200)
 
 
 def counted(llm) -> tuple[list, list]:

@@ -98,6 +98,8 @@ def test_a_planted_fault_in_the_reference_is_seen(pair: tuple[IrOp, IrOpImpl]) -
     seen = 0
     for case in range(CASES):
         for want in outputs_of(op.impls[REFERENCE], inputs_of(op, case, torch.float32)):
+            if not want.is_floating_point():
+                continue
             seen += not torch.allclose(want * 1.001, want, atol=tolerance.atol, rtol=tolerance.rtol)
     assert seen >= CASES // 2
 

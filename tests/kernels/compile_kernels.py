@@ -37,6 +37,7 @@ TYPES = {
             "blocks_ptr",
             "count_ptr",
             "groups_ptr",
+            "ids_ptr",
             "input_ids_ptr",
             "place_ptr",
             "places_ptr",
@@ -46,6 +47,7 @@ TYPES = {
             "ring_slot_ptr",
             "rows_ptr",
             "seq_lens_ptr",
+            "starts_ptr",
             "table_ptr",
             "tile_ptr",
             "tokens_ptr",
@@ -83,6 +85,13 @@ GATES = {"A_log_ptr": F32, "g_ptr": F32, "beta_ptr": F32, "state_ptr": F32}
 REQUEST = {"has_state_ptr": "*u8", "from_start_ptr": F32, "to_end_ptr": F32, "inverse_ptr": F32}
 SINGLES = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "inside_ptr", "out_ptr"), F32)
 SINGLE, WRITES = {"weight_ptr": F32}, {"out_ptr": I32}
+EXPERTS = {"INPUTS": 960, "EXPERTS": 60, "EXPERTS_BLOCK": 64, "ROWS": 16, "OUTPUTS": 64}
+EXPERTS |= {"COLUMNS": 128, "HAS_BIAS": False, "WIDE": False}
+GATE_UP = {**EXPERTS, "TOPK": 4, "ACTIVATION": "silu"}
+CLAMPED = {"ACTIVATION": "swigluoai_uninterleave", "HAS_BIAS": True, "ROWS": 128}
+ROUTE = {"EXPERTS": 60, "BLOCK": 64, "TOPK": 6, "PLACES": 8, "SOFTMAX": True}
+ROUTE |= {"RENORMALIZE": True, "HAS_BIAS": False}
+WEIGHTS = {"weights_ptr": F32}
 SAMPLE = dict.fromkeys(
     (
         "logits_ptr",
@@ -157,6 +166,21 @@ KERNELS: list[Row] = [
     ("triton_linear", "_few_rows_linear_kernel", FEW | ONE, {}),
     ("triton_linear", "_few_rows_linear_kernel", FEW | ONE | WHOLE | {"GATED": True}, {}),
     ("triton_linear", "_few_rows_linear_kernel", FEW | ADDS | ONE, {}),
+    ("triton_moe", "_sort_kernel", {"BLOCK": 1024}, {}),
+    ("triton_moe", "_gate_up_kernel", GATE_UP, {}),
+    ("triton_moe", "_gate_up_kernel", GATE_UP | CLAMPED, {}),
+    ("triton_moe", "_gate_up_kernel", GATE_UP | {"ACTIVATION": "gelu"}, {}),
+    ("triton_moe", "_gate_up_kernel", GATE_UP | {"ACTIVATION": "gelu_tanh"}, {}),
+    ("triton_moe", "_down_kernel", EXPERTS, {}),
+    ("triton_moe", "_down_kernel", EXPERTS | {"HAS_BIAS": True, "ROWS": 128}, {}),
+    ("triton_moe", "_combine_kernel", {"TOPK": 8, "BLOCK": 1024}, WEIGHTS),
+    ("triton_router", "_route_kernel", ROUTE, WEIGHTS | {"bias_ptr": F32}),
+    (
+        "triton_router",
+        "_route_kernel",
+        ROUTE | {"SOFTMAX": False, "HAS_BIAS": True, "RENORMALIZE": False},
+        WEIGHTS | {"bias_ptr": F32},
+    ),
     ("triton_input", "_apply_writes_kernel", {"BLOCK": 1024}, WRITES),
     ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": True}, {}),
     ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": False}, {}),

@@ -106,54 +106,6 @@ def test_seeded_noise_is_the_stream_of_tritons_philox() -> None:
     torch.testing.assert_close(got, out, rtol=1e-5, atol=1e-6)
 
 
-def chi_square(params: SamplingParams, logits: torch.Tensor, want: torch.Tensor) -> None:
-    """16,000 draws against the wanted distribution; the bound is the 1e-6 quantile or above."""
-    count = 16_000
-    seen = draws(params, logits, count)
-    support = (want > 0).nonzero().flatten().tolist()
-    assert set(seen) <= set(support)
-    expected = {t: float(want[t]) * count for t in support}
-    statistic = sum((seen[t] - e) ** 2 / e for t, e in expected.items())
-    degrees = len(support) - 1
-    assert statistic < degrees + 5 * math.sqrt(2 * degrees) + 12, (statistic, degrees)
-
-
-FILTERS = [
-    {},
-    {"temperature": 0.7},
-    {"top_k": 5},
-    {"top_p": 0.8},
-    {"min_p": 0.1},
-    {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
-]
-
-
-def wanted(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
-    """The distribution by definition, one filter after the other, in float64."""
-    probs = (logits.double() / temperature).softmax(-1)
-    probs = torch.where(probs >= min_p * probs.max(), probs, 0.0)
-    if top_k:
-        probs = torch.where(probs >= probs.sort(descending=True).values[top_k - 1], probs, 0.0)
-    probs = probs / probs.sum()
-    order = probs.argsort(descending=True)
-    before = probs[order].cumsum(0) - probs[order]
-    probs[order[before >= top_p]] = 0.0
-    return probs / probs.sum()
-
-
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_draws_follow_the_filtered_distribution(filters: dict) -> None:
-    logits = random_logits(1, seed=5) / 2
-    chi_square(SamplingParams(**filters), logits, wanted(logits[0], **filters))
-
-
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_the_distribution_test_sees_a_wrong_temperature(filters: dict) -> None:
-    logits = random_logits(1, seed=5) / 2
-    with pytest.raises(AssertionError):
-        chi_square(SamplingParams(**filters), logits * 1.25, wanted(logits[0], **filters))
-
-
 def test_seeded_draws_follow_the_distribution_too() -> None:
     logits = random_logits(1, seed=5) / 2
     batch, rows = Batch(*[SamplingParams(seed=9)] * 8), logits.repeat(8, 1)

@@ -62,6 +62,12 @@ class InputProcessor:
         return [i for i in token_ids if isinstance(i, int) and 0 <= i < vocab_size]
 
     @property
+    def end_token_ids(self) -> set[int]:
+        """Every token with which the model ends an answer."""
+        ids = set(self.generation_config_fields["eos_token_id"])
+        return ids if self.eos_token_id is None else ids | {self.eos_token_id}
+
+    @property
     def _max_model_len(self) -> int:
         # Read anew each time: the engine lowers it where the KV cache is small.
         max_model_len = self.model_config.max_model_len
@@ -133,6 +139,8 @@ class InputProcessor:
                 parameter="bad_words",
             )
         sampling_params.verify_some_token_left(vocab_size)
+        if sampling_params.structured_outputs is not None:
+            self.validate_structured_outputs(sampling_params)
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -146,6 +154,17 @@ class InputProcessor:
             priority=priority,
             trace_headers=trace_headers,
         )
+
+    def validate_structured_outputs(self, params: SamplingParams) -> None:
+        """Choose who enforces the constraint of `params`, which is marked with it.
+
+        VLLMValidationError where nobody can. What was asked before is known; the first time takes
+        longer, as libraries are loaded, so that a server does it in a thread.
+        """
+        from vllmx.structured_output.validation import validate_structured_outputs
+
+        config = self.vllm_config.structured_outputs_config
+        validate_structured_outputs(params, self.model_config, config, self.tokenizer)
 
     def _validate_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):

@@ -9,8 +9,8 @@ there at the end. What torch computes in between, it computes on zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,12 +19,19 @@ from torch import Tensor
 
 ALIGNED = 16
 """What Triton compiles anew for: addresses that are multiples of this, or are not."""
-FILLED = (
-    (torch, "empty", torch.zeros),
-    (torch, "empty_like", torch.zeros_like),
-    (torch.Tensor, "new_empty", torch.Tensor.new_zeros),
-)
-"""What has to give zeros meanwhile: what no kernel wrote may be taken for an index."""
+ALLOCATING = ("empty", "empty_like")
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile a kernel and also what launches it, a C file for each signature."""
+
+    def submit(self, compile_kernel: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def compiled() -> Any:
+            kernel = compile_kernel(*args, **kwargs)
+            assert callable(kernel.run), "which is what makes the launcher"
+            return kernel
+
+        return super().submit(compiled)
 
 
 @contextmanager
@@ -44,13 +51,19 @@ def compiling_ahead(threads: int) -> Iterator[None]:
             launch(kernel, *args, grid=grid, warmup=True, **options)
 
     with ExitStack() as stack:
-        stack.enter_context(AsyncCompileMode(stack.enter_context(ThreadPoolExecutor(threads))))
-        for owner, name, filled in FILLED:
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, filled)
+        stack.enter_context(AsyncCompileMode(stack.enter_context(_Compilers(threads))))
+        for name in ALLOCATING:
+            allocate = getattr(torch, name)
+            stack.callback(setattr, torch, name, allocate)
+            setattr(torch, name, _zeroed(allocate))
         stack.callback(setattr, JITFunction, "run", launch)
         JITFunction.run = compile_only
         yield
+
+
+def _zeroed(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`allocate`, filled: what no kernel wrote may be taken for an index."""
+    return lambda *args, **kwargs: allocate(*args, **kwargs).zero_()
 
 
 def _kind(argument: Any) -> Any:

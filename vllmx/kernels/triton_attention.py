@@ -442,6 +442,12 @@ def paged_decode(
         shape = (num_reqs * num_heads, splits)
         part = torch.empty((*shape, head_size), dtype=torch.float32, device=device)
         weight = torch.empty(shape, dtype=torch.float32, device=device)
+    keys, warps, stages = DECODE_KEYS if columns <= 128 else DECODE_KEYS // 2, 4, 2
+    if query.element_size() != 2:
+        stages = 1
+    elif splits == 1 and columns <= 128:
+        # Enough programs for the device: small ones, whose loads are many at a time.
+        keys, warps, stages = 16, 2, 5
     _decode_kernel[(num_reqs, num_kv_heads, splits)](
         query,
         query.stride(0),
@@ -466,13 +472,13 @@ def paged_decode(
         HEAD_SIZE=head_size,
         COLUMNS=columns,
         BLOCK_SIZE=key_cache.shape[1],
-        KEYS=DECODE_KEYS if columns <= 128 else DECODE_KEYS // 2,
+        KEYS=keys,
         SPLITS=splits,
         HAS_WINDOW=sliding_window is not None,
         HAS_CAP=soft_cap is not None,
         WIDE=device.type == "cpu",
-        num_warps=4,
-        num_stages=2 if query.element_size() == 2 else 1,
+        num_warps=warps,
+        num_stages=stages,
         **after_the_last(device),
     )
     if splits > 1:
