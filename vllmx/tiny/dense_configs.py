@@ -98,7 +98,7 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             "intermediate_size": None,
             "num_key_value_heads": None,
             "num_kv_heads": 2,
-            "ffn_hidden_size": 192,
+            "ffn_hidden_size": 512,
             "layer_norm_epsilon": 1e-5,
             "activation": "gelu",
             "alibi": False,
@@ -246,6 +246,7 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
         {
             "hidden_act": "gelu_new",
             "layer_norm_eps": 1e-5,
+            "intermediate_size": 512,
             "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
         },
     ),
