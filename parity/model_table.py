@@ -151,6 +151,11 @@ MODELS = {
         ModelEntry("tiny-qwen3_5", **HYBRID),
         ModelEntry("tiny-qwen3_5_moe", **HYBRID),
         ModelEntry("tiny-qwen3_next", **HYBRID),
+        ModelEntry("tiny-mixtral", **TINY),
+        ModelEntry("tiny-qwen3_moe", **TINY),
+        ModelEntry("tiny-glm4_moe", **TINY),
+        ModelEntry("tiny-olmoe", **TINY),
+        ModelEntry("tiny-qwen2_moe", **BREADTH),
     )
 }
 

@@ -147,6 +147,15 @@ OPS = {
             exact=("ids",),
             wide=("weights",),
         ),
+        _ir(
+            "grouped_topk",
+            moe_cases.CASES,
+            "probs",
+            "cpu-grouped-topk",
+            outputs=("weights", "ids"),
+            exact=("ids",),
+            wide=("weights",),
+        ),
         _ir("fused_experts", moe_cases.CASES, "moe", "cpu-fused-moe"),
         _ir("linear", op_cases.CASES, "gemm", "unquantized-gemm"),
         _ir(

@@ -42,12 +42,17 @@ NODES = {
     "attention": "attention_config",
     "kernel": "kernel_config",
     "speculative": "speculative_config",
+    "reasoning": "reasoning_config",
+    "structured_outputs": "structured_outputs_config",
     "kv_transfer": "kv_transfer_config",
     "kv_events": "kv_events_config",
 }
 WITHOUT_FLAG = {"model.name", "model.source"}
 # Nodes whose fields have no flag each.
-FIELDS_WITHOUT_FLAG = ("model.source.", "kv_transfer.", "kv_events.", "speculative.")
+FIELDS_WITHOUT_FLAG = (
+    *("model.source.", "kv_transfer.", "kv_events.", "speculative.", "reasoning."),
+    *("structured_outputs.backend", "structured_outputs.disable_", "structured_outputs.enable_"),
+)
 SHORT = {
     "-q": "quantization",
     "-tp": "tensor_parallel_size",
@@ -79,8 +84,8 @@ NODE_COMMANDS = {
     "debug": frozenset(),
 }
 KEY_COMMANDS = {
-    "server.url": frozenset({"chat", "complete"}),
-    "server.api_key": frozenset({"serve", "chat", "complete"}),
+    "server.url": frozenset({"chat", "complete", "bench"}),
+    "server.api_key": frozenset({"serve", "chat", "complete", "bench"}),
     "bench.kind": frozenset(),
     "parity.verb": frozenset(),
     "checkpoint.kind": frozenset(),

@@ -8,7 +8,7 @@ import textwrap
 from vllmx.cli_args import HUMAN_READABLE, SHORT, Flag, flags
 from vllmx.config import PARITY_VERBS
 
-WORDS = {"bench": "KIND [MODEL]", "checkpoint": "tiny MODEL", "parity": "VERB [SELECT]"}
+WORDS = {"bench": "KIND [MODEL]", "checkpoint": "KIND MODEL", "parity": "VERB [SELECT]"}
 USAGE = "vllmx <command> [MODEL] [flags] [key=value ...] [-m]"
 
 

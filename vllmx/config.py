@@ -13,7 +13,7 @@ import copy
 import logging
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Dict, List, Optional  # noqa: UP035
@@ -95,6 +95,8 @@ class ModelConfig:
     """What logprobs are taken from: before or after penalties, temperature and masks."""
     use_fp64_gumbel: bool = False
     """Draw the sampler's noise in float64."""
+    logits_processors: List[str] = field(default_factory=list)
+    """Custom logits processors as MODULE:CLASS, or classes for `LLM`, beside installed ones."""
     disable_sliding_window: bool = False
     """Treat sliding-window layers as full attention and cap max_model_len at the window."""
     served_model_name: Optional[List[str]] = None
@@ -351,6 +353,9 @@ class LoadConfig:
     """Never fetch: a model that is not in the cache is an error that says what to run."""
     use_tqdm_on_load: bool = True
     """Show a progress bar on stderr while fetching and loading."""
+    plugins: Optional[list[str]] = None
+    """Names of the installed plugins (entry point group vllm.general_plugins) that are loaded, as
+    upstream's VLLM_PLUGINS; None: all, []: none."""
 
 
 @dataclass
@@ -440,6 +445,38 @@ class ObservabilityConfig:
 
     kv_cache_metrics = False
     kv_cache_metrics_sample = 0.01
+
+
+@dataclass
+class StructuredOutputsConfig:
+    """Answers that a grammar constrains."""
+
+    backend: str = choice("auto", "auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
+    """Library that compiles grammars; auto: the first of xgrammar, guidance and outlines that
+    enforces all of what a request asks for."""
+    disable_any_whitespace: bool = False
+    """JSON without whitespace between its parts; backends xgrammar and guidance."""
+    disable_additional_properties: bool = False
+    """JSON objects without properties that their schema does not name, unless it says otherwise;
+    backend guidance, where it is not so anyway."""
+    reasoning_parser: str = ""
+    """How the model marks its reasoning (deepseek_r1, qwen3): a grammar begins after it."""
+    reasoning_parser_plugin: str = ""
+    """Python file that registers further reasoning parsers."""
+    enable_in_reasoning: bool = False
+    """Let grammars apply to the reasoning as well."""
+
+    def __post_init__(self) -> None:
+        if self.disable_any_whitespace and self.backend not in ("xgrammar", "guidance"):
+            raise UserError(
+                "structured_outputs: disable_any_whitespace is only supported for xgrammar and "
+                "guidance backends; set backend."
+            )
+        if self.disable_additional_properties and self.backend != "guidance":
+            raise UserError(
+                "structured_outputs: disable_additional_properties is only supported for the "
+                "guidance backend; set backend."
+            )
 
 
 KV_PRODUCERS = ("kv_producer", "kv_both")
@@ -538,6 +575,37 @@ class KVEventsConfig:
 
 
 @dataclass
+class ReasoningConfig:
+    """The markers around a model's reasoning (--reasoning-config), which thinking_token_budget
+    needs. Both are texts of the model's own, or neither."""
+
+    reasoning_start_str: str = ""
+    """Text that begins it, as `<think>`."""
+    reasoning_end_str: str = ""
+    """Text that ends it, as `</think>`."""
+
+    # The markers as tokens; set by `initialize_token_ids`.
+    reasoning_start_token_ids = None
+    reasoning_end_token_ids = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the markers are known as tokens."""
+        return bool(self.reasoning_start_token_ids and self.reasoning_end_token_ids)
+
+    def initialize_token_ids(self, encode: Callable[[str], list[int]]) -> None:
+        """Make tokens of the texts; UserError for one that has none."""
+        for name in ("start", "end"):
+            token_ids = encode(getattr(self, f"reasoning_{name}_str"))
+            if not token_ids:
+                raise UserError(
+                    f"reasoning_{name}_str={getattr(self, f'reasoning_{name}_str')!r}: the model's "
+                    "tokenizer makes no token of it; give the text that the model writes."
+                )
+            setattr(self, f"reasoning_{name}_token_ids", token_ids)
+
+
+@dataclass
 class SamplingConfig:
     """Sampling of `generate`, `chat`, `complete` and `bench`; null takes the model's default."""
 
@@ -607,9 +675,11 @@ class ServerConfig:
 
 @dataclass
 class BenchConfig:
-    """`vllmx bench latency|throughput|overhead|side-by-side|startup`."""
+    """`vllmx bench latency|throughput|serve|overhead|side-by-side|startup`."""
 
-    kind: str = choice("latency", "latency", "throughput", "overhead", "side-by-side", "startup")
+    kind: str = choice(
+        "latency", "latency", "throughput", "serve", "overhead", "side-by-side", "startup"
+    )
     """What is measured."""
     batch_size: int = number(8, ge=1)
     """Requests of a latency batch, or running requests of an overhead step."""
@@ -618,7 +688,11 @@ class BenchConfig:
     output_len: int = number(128, ge=1)
     """Tokens generated for each request."""
     num_prompts: int = number(64, ge=1)
-    """Requests of a throughput run."""
+    """Requests of a throughput or serve run."""
+    max_concurrency: Optional[int] = number(None, gt=0)
+    """Most requests of a serve run that are under way at once; null has no limit."""
+    request_rate: Optional[float] = number(None, gt=0)
+    """Requests a second at which a serve run's arrive, at random; null sends all at once."""
     num_iters_warmup: int = number(2, ge=0)
     """Runs before measuring."""
     num_iters: int = number(5, ge=1)
@@ -729,10 +803,11 @@ class ParityConfig:
 
 @dataclass
 class CheckpointConfig:
-    """`vllmx checkpoint tiny`; its keys may be written without the node: `output_dir=FOLDER`."""
+    """`vllmx checkpoint KIND`; its keys may be written without the node: `output_dir=FOLDER`."""
 
-    kind: str = choice("tiny", "tiny")
-    """What is made: a tiny model with seeded weights."""
+    kind: str = choice("tiny", "tiny", "moe")
+    """What is made: `tiny`, a tiny model with seeded weights; `moe`, a Mixtral that says what the
+    Llama `model` says, each of its MLPs cut into experts."""
     output_dir: Optional[str] = None
     """Folder of the checkpoint; null is one in the current folder, called as the model."""
 
@@ -773,6 +848,10 @@ class RunConfig:
     """Speculative decoding."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """LoRA adapters."""
+    reasoning: ReasoningConfig = field(default_factory=ReasoningConfig)
+    """Markers of reasoning."""
+    structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    """Answers that a grammar constrains."""
     load: LoadConfig = field(default_factory=LoadConfig)
     """How weights are read."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -788,7 +867,7 @@ class RunConfig:
     bench: BenchConfig = field(default_factory=BenchConfig)
     """Benchmarks."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Tiny models."""
+    """Models that are made."""
     parity: ParityConfig = field(default_factory=ParityConfig)
     """Group `parity`."""
     debug: DebugConfig = field(default_factory=DebugConfig)
@@ -837,10 +916,15 @@ class VllmConfig:
     """Speculative decoding, None without."""
     lora_config: LoRAConfig | None = None
     """LoRA adapters, None without."""
+    reasoning_config: ReasoningConfig | None = None
+    """Markers of reasoning, None without."""
     kv_events_config: KVEventsConfig | None = None
     """Events of the prefix cache, None without."""
 
-    structured_outputs_config = None
+    structured_outputs_config: StructuredOutputsConfig = field(
+        default_factory=StructuredOutputsConfig
+    )
+    """Answers that a grammar constrains."""
 
     def __post_init__(self) -> None:
         cache = self.cache_config
@@ -898,6 +982,8 @@ ENGINE_NODES = {
     "kv_events": "kv_events_config",
     "speculative": "speculative_config",
     "lora": "lora_config",
+    "reasoning": "reasoning_config",
+    "structured_outputs": "structured_outputs_config",
 }
 
 
@@ -947,13 +1033,25 @@ def finalize(run: RunConfig) -> VllmConfig:
     # A new object, as it checks its fields when it is made.
     transfer = nodes["kv_transfer_config"]
     nodes["kv_transfer_config"] = replace(transfer) if transfer.kv_connector else None
+    nodes["structured_outputs_config"] = replace(nodes["structured_outputs_config"])
     config = VllmConfig(**nodes)
     if config.cache_config.block_size is None:
         config.cache_config.block_size = DEFAULT_BLOCK_SIZE
     config.kv_events_config = _kv_events(config)
     config.speculative_config = _speculative(run.speculative)
     config.lora_config = replace(run.lora) if run.lora.enable_lora else None
+    config.reasoning_config = _reasoning(run.reasoning)
     return config
+
+
+def _reasoning(reasoning: ReasoningConfig) -> ReasoningConfig | None:
+    start, end = bool(reasoning.reasoning_start_str), bool(reasoning.reasoning_end_str)
+    if start != end:
+        raise UserError(
+            f"reasoning.reasoning_{'end' if start else 'start'}_str is missing: reasoning needs "
+            "the text that begins it and the one that ends it."
+        )
+    return replace(reasoning) if start else None
 
 
 def _kv_events(config: VllmConfig) -> KVEventsConfig | None:

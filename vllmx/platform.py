@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,12 @@ def hash_seed() -> str | None:
 def has(package: str) -> bool:
     """Whether `package` can be imported; it is not."""
     return importlib.util.find_spec(package) is not None
+
+
+def has_nvcc() -> bool:
+    """Whether CUDA's compiler is there: on the PATH or in CUDA_HOME."""
+    home = os.environ.get("CUDA_HOME")
+    return bool(shutil.which("nvcc") or (home and (Path(home) / "bin" / "nvcc").is_file()))
 
 
 def resolve_device(device_config: DeviceConfig) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -29,13 +29,39 @@ from .engines import (
 )
 from .placeholder import MissingSymbol, MissingValue
 from .standins import MODELS
+from .v1_sampler import (
+    BeamSearchOnlineMixin,
+    LogitBiasLogitsProcessor,
+    LogprobsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+    Sampler,
+    SamplingMetadata,
+    apply_top_k_top_p_pytorch,
+    build_logitsprocs,
+    make_tensor_with_pad,
+    random_sample,
+    set_random_seed,
+)
 
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
+    "BeamSearchOnlineMixin",
     "EngineArgs",
+    "LogitBiasLogitsProcessor",
+    "LogprobsProcessor",
+    "MinPLogitsProcessor",
+    "MinTokensLogitsProcessor",
+    "Sampler",
+    "SamplingMetadata",
     "UsageContext",
+    "apply_top_k_top_p_pytorch",
+    "build_logitsprocs",
+    "make_tensor_with_pad",
+    "random_sample",
     "set_default_torch_num_threads",
+    "set_random_seed",
 ]
 STUBS = MODELS["configs"]
 # Argument -> the value that asks for nothing.
@@ -114,6 +140,7 @@ class current_platform:
     is_cuda = is_cuda_alike = staticmethod(lambda: current_platform.passes_for_cuda)
     is_rocm = is_xpu = is_tpu = staticmethod(lambda: False)
     device_type = "cpu"
+    device_count = staticmethod(lambda: 1)
 
 
 def create_new_process_for_each_test(method: str | None = None) -> Callable[[Any], Any]:
@@ -124,6 +151,15 @@ def create_new_process_for_each_test(method: str | None = None) -> Callable[[Any
 def multi_gpu_test(*, num_gpus: int) -> Callable[[Any], Any]:
     """The mark of a test that needs several GPUs."""
     return pytest.mark.skip(f"needs {num_gpus} GPUs")
+
+
+def is_pin_memory_available() -> bool:
+    """A CPU's memory is not pinned."""
+    return False
+
+
+LogprobsMode = Literal["raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs"]
+"""The modes that the config has."""
 
 
 def StructuredOutputManager(vllm_config: Any) -> MissingValue:

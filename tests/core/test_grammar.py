@@ -2,8 +2,7 @@
 from concurrent.futures import Future
 
 import numpy as np
-import pytest
-from engine_helpers import make_config, make_core, make_engine_request, make_request, run_model
+from engine_helpers import make_config, make_core, make_request, run_model
 from engine_helpers import make_scheduler as make_plain_scheduler
 
 from vllmx.config import SpeculativeConfig
@@ -22,6 +21,9 @@ class Digits:
     def accept_tokens(self, request_id, token_ids):
         self.accepted += token_ids
         return all(token < 10 for token in token_ids)
+
+    def is_terminated(self):
+        return False
 
     def validate_tokens(self, token_ids):
         bad = [i for i, token in enumerate(token_ids) if token >= 10]
@@ -173,10 +175,3 @@ def test_engine_core_samples_such_a_step_after_it_has_taken_in_the_one_before():
         core.step_with_batch_queue()
     # The mask of token n is made when the grammar has seen the n tokens before it.
     assert seen == list(range(10))
-
-
-def test_engine_without_a_manager_refuses_structured_outputs_by_name():
-    core = make_core(make_config())
-    request = make_engine_request("a", structured_outputs=StructuredOutputsParams(regex="a"))
-    with pytest.raises(ValueError, match="structured_outputs are not supported"):
-        core.preprocess_add_request(request)

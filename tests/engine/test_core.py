@@ -257,10 +257,6 @@ def test_unsupported_requests_are_refused_when_they_arrive():
     request.pooling_params = object()
     with pytest.raises(ValueError, match="pooling"):
         core.preprocess_add_request(request)
-    request = make_engine_request("a")
-    request.sampling_params.structured_outputs = object()
-    with pytest.raises(ValueError, match="structured_outputs"):
-        core.preprocess_add_request(request)
     request, _ = core.preprocess_add_request(make_engine_request("a"))
     request.request_id = 7
     with pytest.raises(TypeError, match="request_id must be a string"):

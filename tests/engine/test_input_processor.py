@@ -14,7 +14,7 @@ from front_helpers import (
 
 from vllmx.engine.input_processor import InputProcessor, prompt_text
 from vllmx.exceptions import VLLMValidationError
-from vllmx.sampling_params import SamplingParams, StructuredOutputsParams
+from vllmx.sampling_params import SamplingParams
 
 INF = math.inf
 
@@ -272,8 +272,6 @@ def test_cache_salt_is_passed_on():
 
 
 def test_what_is_not_built_is_refused_by_name():
-    with pytest.raises(VLLMValidationError, match="structured outputs are not built yet"):
-        process("a", SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
     with pytest.raises(VLLMValidationError, match="reasoning is not built yet"):
         process("a", SamplingParams(thinking_token_budget=5))
     with pytest.raises(VLLMValidationError, match="LoRA is not enabled"):

@@ -266,13 +266,6 @@ def test_logprob_token_ids_are_bounded_and_agree_with_logprobs():
     assert params.num_logprobs == 2
 
 
-def test_structured_outputs_are_refused_by_name():
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
-    with pytest.raises(VLLMValidationError, match="not built yet") as caught:
-        verify(params)
-    assert caught.value.parameter == "structured_outputs"
-
-
 def test_structured_outputs_take_exactly_one_constraint():
     with pytest.raises(ValueError, match="multiple are specified"):
         StructuredOutputsParams(regex="a", choice=["b"])

@@ -186,18 +186,8 @@ def test_tools_that_may_not_be_used_are_fine(url: str) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tools": []}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {}},
-                }
-            },
-            "response_format",
-        ),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"use_beam_search": True, "n": 0}, "beam_width"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template"),
         ({"top_logprobs": 2}, "top_logprobs"),

@@ -44,6 +44,9 @@ class CommonAttentionMetadata:
 class AttentionMetadataBuilder(ABC):
     """Turns the batch into what this backend's `run` wants, once a step and KV cache group."""
 
+    plans_replays: ClassVar[bool] = False
+    """Whether `plan_replay` does anything."""
+
     def __init__(self, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.device = device
@@ -51,6 +54,16 @@ class AttentionMetadataBuilder(ABC):
     @abstractmethod
     def build(self, common: CommonAttentionMetadata) -> Any:
         """The backend's own metadata; it has `slot_mapping` beside what `run` needs."""
+
+    def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Any:
+        """The same for a batch of decodes that is run once and then captured."""
+        return self.build(common)
+
+    def plan_replay(self, num_reqs: int, seq_lens: np.ndarray) -> None:  # noqa: B027
+        """Get ready for a replay of the graph of `num_reqs` decodes, for a batch of these lengths.
+
+        Called before each, where `plans_replays`.
+        """
 
 
 class AttentionBackend(ABC):

@@ -155,7 +155,7 @@ class PrefillTriton(TritonAttentionBackend):
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
-            metadata.tiles(tokens_of_a_tile(group, query.dtype)),
+            metadata.tiles(tokens_of_a_tile(group, query.dtype, query.shape[2])),
             out,
             scale * k_scale,
             sliding_window,

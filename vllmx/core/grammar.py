@@ -24,6 +24,12 @@ def is_grammar_ready(request: Request) -> bool:
     return structured is not None and bool(structured.grammar)
 
 
+def grammar_failure(request: Request) -> BaseException | None:
+    """Why the grammar that `request` waits for could not be compiled; None if nothing failed."""
+    structured = request.structured_output_request
+    return None if structured is None else getattr(structured, "failure", None)
+
+
 def any_constrained(scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> bool:
     """Whether a request that gets a token in this step has a grammar."""
     return any(
@@ -65,6 +71,14 @@ def advance_grammar(manager: Any, request: Request, new_token_ids: list[int]) ->
         token_ids,
     )
     return False
+
+
+def ends_by_grammar(request: Request) -> bool:
+    """Whether nothing can follow in the grammar, though the request itself would go on (because of
+    ignore_eos or min_tokens)."""
+    structured = request.structured_output_request
+    grammar = None if structured is None else structured.grammar
+    return grammar is not None and grammar.is_terminated() is True
 
 
 def keep_valid_tokens(manager: Any | None, request: Request, token_ids: list[int]) -> list[int]:

@@ -19,6 +19,8 @@ class Admission(enum.Enum):
     """It runs."""
     SET_ASIDE = enum.auto()
     """It waits for something of its own, so the next one has its turn."""
+    FAILED = enum.auto()
+    """What it waited for will not come."""
     NO_ROOM = enum.auto()
     """It waits for tokens or blocks, and so do all behind it."""
 

@@ -20,7 +20,9 @@ from vllmx.core.encoder_scheduling import EncoderScheduling
 from vllmx.core.grammar import (
     advance_grammar,
     any_constrained,
+    ends_by_grammar,
     get_grammar_output,
+    grammar_failure,
     is_grammar_ready,
 )
 from vllmx.core.interface import PauseState, SchedulerInterface
@@ -105,6 +107,8 @@ class Scheduler(
         self.cache_config = vllm_config.cache_config
         self.kv_cache_config = kv_cache_config
         self.structured_output_manager: Any = structured_output_manager
+        # The requests with a grammar.
+        self._constrained: set[str] = set()
         self.block_size = block_size
         self.hash_block_size = block_size if hash_block_size is None else hash_block_size
         self.log_stats = log_stats
@@ -372,6 +376,17 @@ class Scheduler(
         self._free_request(request)
         self._gave_up += (request,)
 
+    def _end_without_grammar(self, request: Request) -> None:
+        """End a request whose grammar could not be compiled."""
+        logger.error(
+            "Request %s ends with an error: its grammar cannot be compiled: %s",
+            request.request_id,
+            grammar_failure(request),
+        )
+        request.status = RequestStatus.FINISHED_ERROR
+        self._free_request(request)
+        self._gave_up += (request,)
+
     # ------------------------------------------------------------------ waiting requests
 
     def _schedule_waiting(self, step: ScheduleStep) -> None:
@@ -388,6 +403,8 @@ class Scheduler(
                 queue.pop_request()
             elif admission is Admission.SET_ASIDE:
                 skipped.prepend_request(queue.pop_request())
+            elif admission is Admission.FAILED:
+                self._end_without_grammar(queue.pop_request())
             elif self._others_hold_blocks():
                 break
             else:
@@ -409,7 +426,7 @@ class Scheduler(
         if self._is_blocked_waiting_status(
             request.status
         ) and not self._try_promote_blocked_waiting_request(request):
-            return Admission.SET_ASIDE
+            return Admission.FAILED if grammar_failure(request) else Admission.SET_ASIDE
         if self.lora_config is not None and not step.has_lora_slot(
             request, self.lora_config.max_loras
         ):
@@ -558,7 +575,7 @@ class Scheduler(
             request.is_prefill_chunk = num_computed_tokens < (
                 len(request._all_token_ids) + request.num_output_placeholders
             )
-        if self.structured_output_manager is not None:
+        if self._constrained and self.structured_output_manager is not None:
             scheduler_output.has_structured_output_requests = any_constrained(
                 scheduler_output, requests
             )
@@ -585,7 +602,7 @@ class Scheduler(
             return self._try_promote_loaded(request)
         if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
             return False
-        if not is_grammar_ready(request):
+        if grammar_failure(request) is not None or not is_grammar_ready(request):
             return False
         request.status = RequestStatus.WAITING
         return True
@@ -708,12 +725,17 @@ class Scheduler(
         return stopped_requests
 
     def _stops_by_grammar(self, request: Request, new_token_ids: list[int]) -> bool:
-        """Advance the grammar of `request`, if it has one; True if that ends it with an error."""
-        if request.structured_output_request is None or advance_grammar(
-            self.structured_output_manager, request, new_token_ids
-        ):
+        """Advance the grammar of `request`, if it has one; True if that ends it: with an error if
+        the grammar forbids the tokens, else as nothing can follow them."""
+        if request.structured_output_request is None:
             return False
-        request.status = RequestStatus.FINISHED_ERROR
+        manager = self.structured_output_manager
+        if not advance_grammar(manager, request, new_token_ids):
+            request.status = RequestStatus.FINISHED_ERROR
+        elif not request.is_finished() and ends_by_grammar(request):
+            request.status = RequestStatus.FINISHED_STOPPED
+        else:
+            return False
         request.resumable = False
         return True
 
@@ -766,6 +788,8 @@ class Scheduler(
             request.streaming_queue = deque()
         self._enqueue_waiting_request(request)
         self.requests[request.request_id] = request
+        if request.use_structured_output:
+            self._constrained.add(request.request_id)
         if self.connector is not None:
             self.connector.on_new_request(request)
         if self.log_stats:
@@ -814,6 +838,7 @@ class Scheduler(
             keeps_blocks, transfer_params = self._connector_finished(request)
             delay_free_blocks |= keeps_blocks
         self.encoder_cache_manager.free(request)
+        self._constrained.discard(request_id)
         self.finished_req_ids.add(request_id)
         if self.finished_req_ids_dict is not None:
             self.finished_req_ids_dict[request.client_index].add(request_id)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from vllmx.engine import EngineCoreRequest, PauseMode
@@ -134,6 +135,11 @@ class AsyncLLM(EngineFront):
         if isinstance(prompt, EngineCoreRequest):
             request = prompt
         else:
+            if params.structured_outputs is not None:
+                constrained = copy(params)  # marked by process_inputs, which gets the answer again
+                await asyncio.to_thread(
+                    self.input_processor.validate_structured_outputs, constrained
+                )
             request = self.input_processor.process_inputs(
                 request_id,
                 prompt,

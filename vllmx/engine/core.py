@@ -25,6 +25,7 @@ from vllmx.engine.startup import (
     resolve_scheduler_limits,
 )
 from vllmx.request import Request, RequestStatus
+from vllmx.structured_output.manager import StructuredOutputManager
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
@@ -42,6 +43,7 @@ class EngineCore:
         self.vllm_config = vllm_config
         self.log_stats = log_stats
         resolve_scheduler_limits(vllm_config)
+        self.structured_output_manager = StructuredOutputManager(vllm_config)
         self.model_executor = executor_class(vllm_config)
         try:
             self.kv_cache_config = initialize_kv_caches(vllm_config, self.model_executor)
@@ -70,7 +72,7 @@ class EngineCore:
         scheduler = get_scheduler_cls(self.vllm_config.scheduler_config)(
             vllm_config=self.vllm_config,
             kv_cache_config=self.kv_cache_config,
-            structured_output_manager=None,
+            structured_output_manager=self.structured_output_manager,
             block_size=self.block_size,
             hash_block_size=self.hash_block_size,
             log_stats=self.log_stats,
@@ -95,8 +97,6 @@ class EngineCore:
         if request.mm_features or request.prompt_embeds is not None:
             what = "multi_modal_data" if request.mm_features else "prompt_embeds"
             raise ValueError(f"{what}: no model of vllmx takes them; send text or token ids.")
-        if params.structured_outputs is not None:
-            raise ValueError("structured_outputs are not supported yet.")
         if request.resumable:
             raise ValueError(
                 "resumable is not supported: no front end merges the answers to the pieces of a "
@@ -112,6 +112,7 @@ class EngineCore:
         prepared = Request.from_engine_core_request(
             request, self.request_block_hasher, self.hash_block_size
         )
+        self.structured_output_manager.grammar_init(prepared)
         # For the requests that bring further answers to the same prompt.
         request.block_hashes = prepared.block_hashes.copy()
         return prepared, request.current_wave
@@ -317,3 +318,4 @@ class EngineCore:
         """Stop the workers; nobody is told."""
         self.model_executor.shutdown()
         self.scheduler.shutdown()
+        self.structured_output_manager.clear_backend()

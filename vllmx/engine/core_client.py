@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import importlib
 import itertools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from vllmx.engine.mp_client import AsyncMPClient
 
 # Loaded when they are asked for: sockets and processes are not needed in process.
+_PAUSE_S = 0.0005
+"""How long a step that found nothing to do leaves the machine to others."""
 _ELSEWHERE = {
     "AsyncThreadClient": "vllmx.engine.thread_client",
     "MPClient": "vllmx.engine.mp_client",
@@ -224,7 +227,10 @@ class InprocClient(SyncEngineCoreClient):
         """
         self._ensure_alive()
         try:
-            outputs, _ = self.engine_core.step_fn()
+            outputs, executed = self.engine_core.step_fn()
+            if not executed and not any(output.outputs for output in outputs.values()):
+                # What waits does so for another thread, which is to have its turn.
+                time.sleep(_PAUSE_S)
         except BaseException as error:
             self._alive, self._failure = False, error
             if not isinstance(error, Exception):

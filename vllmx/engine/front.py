@@ -29,6 +29,10 @@ class EngineFront:
         self.model_config = vllm_config.model_config
         self.log_stats = log_stats
         tokenizer = load_tokenizer(vllm_config)
+        if vllm_config.reasoning_config is not None and tokenizer is not None:
+            vllm_config.reasoning_config.initialize_token_ids(
+                lambda text: tokenizer.encode(text, add_special_tokens=False)
+            )
         self.input_processor = InputProcessor(vllm_config, tokenizer)
         self.output_processor = OutputProcessor(
             tokenizer,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllmx.exceptions import CheckpointError
 from vllmx.models.hf_dense import ALIASES, ALL_SLIDING, DENSE_DEFAULTS, SLIDING
+from vllmx.models.hf_sparse import SPARSE_ALIASES, SPARSE_DEFAULTS
 
 if TYPE_CHECKING:
     from vllmx.model_loader.gguf_reader import GGUFReader
@@ -71,6 +72,7 @@ MOE_DEFAULTS: dict[str, Any] = {
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     **DENSE_DEFAULTS,
+    **SPARSE_DEFAULTS,
     "llama": LLAMA_DEFAULTS,
     "mistral": LLAMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
     "ministral3": LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
@@ -173,7 +175,7 @@ def _normalise(config: HFConfig) -> None:
     config.read("architectures", list, [])
     config.read("model_type", str, "")
     family = values.get("model_type", "")
-    for key, theirs in ALIASES.get(family, {}).items():
+    for key, theirs in (ALIASES | SPARSE_ALIASES).get(family, {}).items():
         if values.get(theirs) is not None:
             values.setdefault(key, values[theirs])
     for key, value in DEFAULTS.get(family, {}).items():

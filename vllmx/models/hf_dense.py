@@ -168,5 +168,5 @@ ALIASES: dict[str, dict[str, str]] = {
 
 SLIDING: dict[str, int] = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "olmo3": 4}
 """Families whose every n-th layer is full and the others have a window, unless told otherwise."""
-ALL_SLIDING = ("mistral", "ministral3", "phi3")
+ALL_SLIDING = ("mistral", "ministral3", "mixtral", "phi3")
 """Families of which every layer has the window, if there is one."""

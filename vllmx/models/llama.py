@@ -8,7 +8,7 @@ the tokens of all requests lie one after another, and only attention knows where
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from vllmx.config import VllmConfig
 from vllmx.ir.select import OpTable
 from vllmx.layers.activation import get_act_and_mul_fn
 from vllmx.layers.attention import Attention
-from vllmx.layers.fused_decoder import MAX_TOKENS, FusedDecoder
+from vllmx.layers.fused_decoder import FusedDecoder
 from vllmx.layers.fused_qkv import FusedQKV
 from vllmx.layers.layernorm import RMSNorm
 from vllmx.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -158,8 +158,8 @@ class LlamaAttention(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each normed before, with the residual carried along."""
 
-    attention_cls: type[nn.Module] = LlamaAttention
-    mlp_cls: type[nn.Module] = LlamaMLP
+    attention_cls: Callable[..., nn.Module] = LlamaAttention
+    mlp_cls: Callable[..., nn.Module] = LlamaMLP
 
     def __init__(
         self, config: HFConfig, *, vllm_config: VllmConfig, ops: OpTable, prefix: str
@@ -231,7 +231,7 @@ class LlamaModel(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions: int [T] -> hidden states [T, H]."""
         hidden_states, residual = self.embed(input_ids, positions), None
-        if self.few_tokens is not None and len(positions) <= MAX_TOKENS:
+        if self.few_tokens is not None and len(positions) <= self.few_tokens.max_tokens:
             return self.norm(self.few_tokens(positions, hidden_states))
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)

@@ -4,9 +4,13 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from vllmx.structured_output.backend_types import StructuredOutputKey, StructuredOutputOptions
 
 if TYPE_CHECKING:
     from vllmx.sampling_params import SamplingParams, StructuredOutputsParams
@@ -44,20 +48,58 @@ class StructuredOutputRequest:
             reasoning_parser_kwargs=reasoning_parser_kwargs,
         )
 
+    @cached_property
+    def structured_output_key(self) -> StructuredOutputKey:
+        """Kind and text of the constraint."""
+        return get_structured_output_key(self.params)
+
+    def _check_grammar_completion(self) -> bool:
+        """Whether nothing is being compiled any more; takes in what was."""
+        if isinstance(self._grammar, Future):
+            if not self._grammar.done():
+                return False
+            self._grammar = self._grammar.result()
+        return True
+
     @property
     def is_grammar_ready(self) -> bool:
-        """Whether nothing is being compiled any more."""
-        return not isinstance(self._grammar, Future) or self._grammar.done()
+        """Whether nothing is being compiled any more; raises what the compilation raised."""
+        return self._check_grammar_completion()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why the grammar could not be compiled; None if it could, or that isn't known yet."""
+        known = isinstance(self._grammar, Future) and self._grammar.done()
+        return self._grammar.exception() if known else None  # type: ignore[union-attr]
 
     @property
     def grammar(self) -> Any | None:
         """The compiled grammar, None until it is there; raises what the compilation raised."""
-        if isinstance(self._grammar, Future):
-            if not self._grammar.done():
-                return None
-            self._grammar = self._grammar.result()
-        return self._grammar
+        return self._grammar if self._check_grammar_completion() else None
 
     @grammar.setter
     def grammar(self, grammar: Future[Any] | Any) -> None:
         self._grammar = grammar
+
+
+def get_structured_output_key(params: StructuredOutputsParams) -> StructuredOutputKey:
+    """Kind and text of a constraint; ValueError if there is none."""
+    kind = StructuredOutputOptions
+    if params.json is not None:
+        return kind.JSON, _as_text(params.json)
+    if params.json_object:
+        return kind.JSON_OBJECT, ""
+    if params.regex is not None:
+        return kind.REGEX, params.regex
+    if params.choice is not None:
+        return kind.CHOICE, _as_text(params.choice)
+    if params.grammar is not None:
+        return kind.GRAMMAR, params.grammar
+    if params.structural_tag is not None:
+        return kind.STRUCTURAL_TAG, params.structural_tag
+    raise ValueError("No valid structured output parameter found")
+
+
+def _as_text(value: Any) -> str:
+    # Characters as they are: escaped ones would be asked of the model, too.
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from vllmx.tiny.configs import config_of
 from vllmx.tiny.dense_tensors import LAYOUTS
+from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
 from vllmx.tiny.tensors import shapes
 from vllmx.tiny.tokenizer import tokenizer_files
 
@@ -58,11 +59,13 @@ def save(name: str, folder: Path) -> None:
     """Write the checkpoint `name` into `folder`."""
     config = config_of(name)
     text = config.get("text_config", config)
-    less_one = config["model_type"].startswith(("gemma", "nemotron", "qwen3_"))
+    sparse = text["model_type"] in SPARSE_TYPES
+    norms = ("gemma", "nemotron", "qwen3_")
+    less_one = config["model_type"].startswith(norms) and not sparse
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {key: weight(name, key, shape, less_one) for key, shape in shapes(config).items()}
-    if "num_experts" in text or text["model_type"] in LAYOUTS:
+    if "num_experts" in text or sparse or text["model_type"] in LAYOUTS:
         # A provider that rounds weights to half precision must send tokens to the same experts, and
         # a model is judged by what it computes, not by what its weights lose.
         tensors = {key: as_bfloat16(tensor) for key, tensor in tensors.items()}

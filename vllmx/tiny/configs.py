@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllmx.tiny.dense_configs import DENSE_FAMILIES
+from vllmx.tiny.sparse import SPARSE_FAMILIES
 
 SIZES = {
     "vocab_size": 1024,
@@ -114,6 +115,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
         "vision_config": VISION,
     },
+    **SPARSE_FAMILIES,
 }
 """Name -> what its config.json says beside SIZES, which a text_config takes where there is one."""
 

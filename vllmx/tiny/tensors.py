@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from vllmx.tiny.dense_tensors import LAYOUTS, dense_shapes
+from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
+from vllmx.tiny.sparse import sparse_attention, sparse_mlp
 
 Shapes = dict[str, tuple[int, ...]]
 """Name of a tensor -> its shape."""
@@ -28,7 +30,10 @@ def shapes(config: dict[str, Any]) -> Shapes:
         layer = f"{model}.layers.{i}"
         parts = _linear_attention(text) if kind == "linear_attention" else _attention(text)
         sparse = "num_experts" in text and i not in text.get("mlp_only_layers", [])
-        parts |= _experts(text) if sparse else _mlp(hidden, text["intermediate_size"])
+        if text["model_type"] in SPARSE_TYPES:
+            parts |= sparse_mlp(text, i) | sparse_attention(text)
+        else:
+            parts |= _experts(text) if sparse else _mlp(hidden, text["intermediate_size"])
         parts |= {f"{norm}.weight": (hidden,) for norm in norms}
         found |= {f"{layer}.{part}": shape for part, shape in parts.items()}
     found[f"{model}.norm.weight"] = (hidden,)

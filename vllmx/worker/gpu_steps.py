@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllmx.core.output import ModelRunnerOutput, SchedulerOutput
+from vllmx.core.output import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from vllmx.forward_context import ForwardContext, set_forward_context
 from vllmx.ir.op import REFERENCE
 from vllmx.layers.attention import attention_layers
@@ -94,6 +94,18 @@ class GPUSteps:
             self.mixed_graph.drop()
         return taken
 
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run once, without a graph, each step that is to be captured at the start."""
+        if not self.cudagraph_manager.needs_capture():
+            return
+        if self.mixed_graph is not None:
+            self.mixed_graph.send_padding()
+            self.mixed_graph.step()
+        for size in self.cudagraph_manager.sizes:
+            self._send_padding(size)
+            self._decode_step(size)
+
     # ------------------------------------------------------------------ execute
 
     def execute(self, scheduler_output: SchedulerOutput) -> tuple[InputBatch, Tensor]:
@@ -111,6 +123,7 @@ class GPUSteps:
             buffers.send(host, padded_to=desc.num_reqs)
             if states is not None:
                 states.preprocess_state(host)
+            runner.attn_builders.plan_replay(desc.num_reqs, host.seq_lens_np)
             return batch, self.cudagraph_manager.run_fullgraph(desc)[:num_reqs]
         if self.mixed_graph is not None and self.mixed_graph.takes(host):
             self.mixed_graph.send(host)
@@ -145,7 +158,8 @@ class GPUSteps:
         )
         batch = buffers.batch(host)
         buffers.prepare(num_reqs)
-        metadata = runner.attn_builders.build(batch, *buffers.attention_inputs(host))
+        inputs = buffers.attention_inputs(host)
+        metadata = runner.attn_builders.build(batch, *inputs, captured=True)
         with set_forward_context(ForwardContext(metadata)):
             hidden_states = runner.model(batch.input_ids, batch.positions)
         buffers.sample_greedy(runner.model.compute_logits(hidden_states))
@@ -154,15 +168,19 @@ class GPUSteps:
     # ------------------------------------------------------------------ sample
 
     def sample(
-        self, batch: InputBatch, hidden_states: Tensor, output: ModelRunnerOutput
+        self,
+        batch: InputBatch,
+        hidden_states: Tensor,
+        output: ModelRunnerOutput,
+        grammar_output: GrammarOutput | None = None,
     ) -> AsyncOutput:
         """Launch what samples the step's tokens, and complete `output` when they are there."""
         states, sampling = self.runner.req_states, batch.sample_reqs
         rows = batch.idx_mapping_np[sampling]
         if len(sampling):
             plain = self.runner.sampler.is_plain(rows)
-            if not (plain and self.sampled_in_graph):
-                self._sample(batch, hidden_states, rows, plain, output)
+            if grammar_output is not None or not (plain and self.sampled_in_graph):
+                self._sample(batch, hidden_states, rows, plain, output, grammar_output)
         turn = self.buffers.packet.turn
         event = self.events[turn]
         event.record()
@@ -186,11 +204,14 @@ class GPUSteps:
         rows: np.ndarray,
         plain: bool,
         output: ModelRunnerOutput,
+        grammar_output: GrammarOutput | None,
     ) -> None:
         runner = self.runner
         if len(rows) < batch.num_tokens:
             hidden_states = hidden_states.index_select(0, batch.logits_indices)
         logits = runner.model.compute_logits(hidden_states)
+        if grammar_output is not None:
+            runner.structured_outputs.apply_grammar_bitmask(logits, batch, grammar_output)
         if plain:
             self.buffers.sample_greedy(logits)
             return
@@ -199,7 +220,10 @@ class GPUSteps:
                 earlier.wait()
         positions = batch.seq_lens_np[batch.sample_reqs].astype(np.int64) - 1
         sampled = runner.sampler(logits, rows, positions)
-        self.buffers.commit_tokens(sampled.sampled_token_ids)
+        chosen = sampled.sampled_token_ids
+        if grammar_output is not None:
+            chosen = runner.structured_outputs.keep_to_grammars(logits, chosen)
+        self.buffers.commit_tokens(chosen)
         runner.place_logprobs(batch, sampled.logprobs, output)
 
 

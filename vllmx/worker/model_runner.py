@@ -27,6 +27,7 @@ from vllmx.ir.select import OpTable
 from vllmx.layers.attention import Attention, attention_layers
 from vllmx.layers.mamba_base import MambaBase, mamba_layers
 from vllmx.model_loader.loader import load_model
+from vllmx.sample.logits_processor import build_logitsprocs
 from vllmx.sample.prompt_logprob import PromptLogprobsWorker
 from vllmx.sample.sampler import Sampler
 from vllmx.worker.attn_utils import (
@@ -45,6 +46,7 @@ from vllmx.worker.kv_connector import ActiveKVConnector
 from vllmx.worker.mamba_config import verify_and_update_config
 from vllmx.worker.model_states import MambaHybridModelState
 from vllmx.worker.states import RequestState
+from vllmx.worker.structured_outputs import StructuredOutputsWorker
 
 
 class GPUModelRunner:
@@ -102,6 +104,9 @@ class GPUModelRunner:
             max_num_reqs, max_model_len, model_config.get_vocab_size(), self.device
         )
         sizes = (self.block_sizes, max_num_reqs, max_model_len, self.device)
+        self.structured_outputs = StructuredOutputsWorker(
+            max_num_reqs, model_config.get_vocab_size(), self.device
+        )
         self.block_tables: BlockTables
         if kv_cache_config.has_mamba_layers:
             self.block_tables = tables = HybridBlockTables(*sizes, state_groups(groups))
@@ -125,6 +130,11 @@ class GPUModelRunner:
         """Bytes that the CUDA graphs will take, from a few of them; they are let go of."""
         return 0 if self.gpu_steps is None else self.gpu_steps.profile_cudagraph_memory()
 
+    def rehearse_cudagraphs(self) -> None:
+        """Run once, without a graph, each step that is to be captured at the start."""
+        if self.gpu_steps is not None:
+            self.gpu_steps.rehearse()
+
     def capture_model(self) -> int:
         """Capture CUDA graphs, if there are to be any; the bytes that they take."""
         return 0 if self.gpu_steps is None else self.gpu_steps.capture_model()
@@ -138,8 +148,20 @@ class GPUModelRunner:
         self.block_tables.reset()
         model_config = self.vllm_config.model_config
         invariant = self.vllm_config.kernel_config.batch_invariant
-        mode, seed = model_config.logprobs_mode, model_config.seed
-        self.sampler = Sampler(self.req_states, mode, seed, invariant)
+        self.sampler = Sampler(
+            self.req_states,
+            model_config.logprobs_mode,
+            model_config.seed,
+            invariant,
+            use_fp64_gumbel=model_config.use_fp64_gumbel,
+            reasoning_config=self.vllm_config.reasoning_config,
+            processors=build_logitsprocs(
+                self.vllm_config,
+                torch.device(self.device),
+                is_pin_memory=self.device != "cpu",
+                custom_logitsprocs=model_config.logits_processors,
+            ),
+        )
         self.prompt_logprobs_worker = PromptLogprobsWorker(self.req_states, invariant)
 
     @torch.inference_mode()
@@ -187,7 +209,6 @@ class GPUModelRunner:
         With async scheduling on a GPU the tokens may still be on their way.
         """
         assert self.execute_model_state is not None, "sample_tokens needs an execute_model first"
-        assert grammar_output is None, "structured outputs are refused before they get here"
         batch, hidden_states = self.execute_model_state
         self.execute_model_state = None
         prompt_logprobs = self.prompt_logprobs_worker.compute(
@@ -200,9 +221,9 @@ class GPUModelRunner:
         )
         pending: AsyncModelRunnerOutput | None = None
         if self.gpu_steps is not None:
-            pending = self.gpu_steps.sample(batch, hidden_states, output)
+            pending = self.gpu_steps.sample(batch, hidden_states, output, grammar_output)
         else:
-            self._sample(batch, hidden_states, output)
+            self._sample(batch, hidden_states, output, grammar_output)
         if self.kv_connector is not None:
             output.kv_connector_output = self.kv_connector.post_forward(self._finished_req_ids)
         self.req_states.num_computed_tokens[batch.idx_mapping_np] += batch.num_scheduled_tokens
@@ -211,7 +232,13 @@ class GPUModelRunner:
         is_async = self.vllm_config.scheduler_config.async_scheduling
         return pending if is_async else pending.get_output()
 
-    def _sample(self, batch: InputBatch, hidden_states: Tensor, output: ModelRunnerOutput) -> None:
+    def _sample(
+        self,
+        batch: InputBatch,
+        hidden_states: Tensor,
+        output: ModelRunnerOutput,
+        grammar_output: GrammarOutput | None,
+    ) -> None:
         sampling = batch.sample_reqs
         if len(sampling) == 0:
             output.sampled_token_ids = [[] for _ in batch.req_ids]
@@ -225,8 +252,14 @@ class GPUModelRunner:
             if every and batch.num_tokens == batch.num_reqs
             else hidden_states.index_select(0, batch.logits_indices)
         )
-        sampled = self.sampler(self.model.compute_logits(last), rows, positions)
-        token_ids = sampled.sampled_token_ids.cpu().numpy()
+        logits = self.model.compute_logits(last)
+        if grammar_output is not None:
+            self.structured_outputs.apply_grammar_bitmask(logits, batch, grammar_output)
+        sampled = self.sampler(logits, rows, positions)
+        chosen = sampled.sampled_token_ids
+        if grammar_output is not None and not self.sampler.is_plain(rows):
+            chosen = self.structured_outputs.keep_to_grammars(logits, chosen)
+        token_ids = chosen.cpu().numpy()
         states = self.req_states
         states.all_token_ids.np[rows, states.total_len[rows]] = token_ids
         states.total_len[rows] += 1
@@ -263,7 +296,9 @@ class GPUModelRunner:
         if scheduler_output.preempted_req_ids:
             ended = ended | scheduler_output.preempted_req_ids
         for req_id in ended:
-            self.req_states.remove_request(req_id)
+            row = self.req_states.remove_request(req_id)
+            if row is not None:
+                self.sampler.remove_request(row)
             self.prompt_logprobs_worker.remove_request(req_id)
 
     def add_requests(self, new_requests: list[NewRequestData]) -> None:

@@ -29,6 +29,8 @@ from vllmx.core.output import (
 from vllmx.exceptions import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from vllmx.config import VllmConfig
 
 Script = Callable[[str, int], int]
@@ -124,13 +126,15 @@ class NullModelRunner:
                     table.extend(ids)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        """The script's next token for every request whose known tokens are all computed."""
+        """The script's next token for every request whose known tokens are all computed; where a
+        grammar forbids it, the next id that is allowed, the first one coming after the last."""
         scheduled = self._scheduled
         assert scheduled is not None, "execute_model was not called"
         self._scheduled = None
         rows = self.rows
         script = self.script
         sampled: list[list[int]] = []
+        masks = {} if grammar_output is None else _masks(grammar_output)
         for req_id, num_tokens in scheduled.items():
             row = rows[req_id]
             row.num_computed_tokens += num_tokens
@@ -138,6 +142,8 @@ class NullModelRunner:
                 sampled.append([])
                 continue
             token_id = script(req_id, row.num_tokens)
+            if req_id in masks:
+                token_id = _next_allowed(masks[req_id], token_id)
             row.num_tokens += 1
             if self.check:
                 row.token_ids.append(token_id)
@@ -214,6 +220,19 @@ class _CheckedKVCache:
                 assert self.slots[group_id].get(slot) == prefixes[position], (
                     f"{req_id}: position {position} reads what another prefix wrote"
                 )
+
+
+def _masks(grammar_output: GrammarOutput) -> dict[str, np.ndarray]:
+    req_ids = grammar_output.structured_output_request_ids
+    return dict(zip(req_ids, grammar_output.grammar_bitmask, strict=True))
+
+
+def _next_allowed(mask: np.ndarray, token_id: int) -> int:
+    import numpy
+
+    allowed = numpy.flatnonzero(numpy.unpackbits(mask.view(numpy.uint8), bitorder="little"))
+    assert len(allowed), "the grammar allows nothing"
+    return int(allowed[numpy.searchsorted(allowed, token_id) % len(allowed)])
 
 
 def _prefix_hashes(token_ids: list[int], length: int) -> list[int]:

@@ -194,7 +194,9 @@ class TritonAttentionBackend(AttentionBackend):
                 metadata.block_table,
                 metadata.query_start_loc,
                 metadata.seq_lens,
-                metadata.tiles(tokens_of_a_tile(num_heads // num_kv_heads, query.dtype)),
+                metadata.tiles(
+                    tokens_of_a_tile(num_heads // num_kv_heads, query.dtype, query.shape[2])
+                ),
                 out,
                 *how,
             )

@@ -11,13 +11,24 @@ from __future__ import annotations
 import time
 import uuid
 from abc import abstractmethod
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from vllmx.entrypoints.openai.base_model import OpenAIBaseModel
+from vllmx.entrypoints.openai.response_format import (
+    ResponseFormat,
+    refuse_older_names,
+    structured_outputs_of,
+)
 from vllmx.exceptions import VLLMValidationError
-from vllmx.sampling_params import RequestOutputKind, SamplingParams
+from vllmx.sampling_params import (
+    BeamSearchParams,
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
@@ -40,26 +51,6 @@ def random_uuid() -> str:
 def now() -> int:
     """Seconds since the epoch."""
     return int(time.time())
-
-
-class OpenAIBaseModel(BaseModel):
-    """A body or a part of one. Extra fields are kept; NaN and infinities are refused."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
-
-    def unknown_fields(self, prefix: str = "") -> Iterator[str]:
-        """Dotted paths of the fields in this body that no model knows, in order."""
-        for name in self.model_extra or ():
-            yield f"{prefix}{name}"
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            path = type(self).model_fields[name].alias or name
-            if isinstance(value, OpenAIBaseModel):
-                yield from value.unknown_fields(f"{prefix}{path}.")
-            elif isinstance(value, list):
-                for i, item in enumerate(value):
-                    if isinstance(item, OpenAIBaseModel):
-                        yield from item.unknown_fields(f"{prefix}{path}[{i}].")
 
 
 # --- errors, models, usage -----------------------------------------------------------------------
@@ -142,22 +133,6 @@ class StreamOptions(OpenAIBaseModel):
     continuous_usage_stats: bool | None = False
 
 
-class JsonSchemaResponseFormat(OpenAIBaseModel):
-    """Schema of a structured answer (known, so that it can be refused by name)."""
-
-    name: str
-    description: str | None = None
-    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(OpenAIBaseModel):
-    """Form of the answer; only `text` is served so far."""
-
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchemaResponseFormat | None = None
-
-
 # --- requests ------------------------------------------------------------------------------------
 
 
@@ -204,6 +179,8 @@ class GenerationRequest(OpenAIBaseModel):
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1)
     vllm_xargs: dict[str, Any] | None = None
+    thinking_token_budget: Int64 | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
 
     @model_validator(mode="after")
     def check_common(self) -> GenerationRequest:
@@ -219,23 +196,26 @@ class GenerationRequest(OpenAIBaseModel):
                 parameter="prompt_logprobs",
             )
         if self.use_beam_search:
-            raise VLLMValidationError(
-                "`use_beam_search`: beam search is not built yet; leave it out.",
-                parameter="use_beam_search",
-            )
-        kind = self.response_format.type if self.response_format else "text"
-        if kind != "text":
-            raise VLLMValidationError(
-                f"`response_format` of type '{kind}': structured output is not built yet; "
-                "only type 'text' is served.",
-                parameter="response_format",
-            )
-        if self.structured_outputs is not None:
-            raise VLLMValidationError(
-                "`structured_outputs`: structured output is not built yet; leave it out.",
-                parameter="structured_outputs",
-            )
+            self._check_beam_search()
+        refuse_older_names(self.model_extra or {})
+        self.get_structured_outputs()
         return self
+
+    def get_structured_outputs(self) -> StructuredOutputsParams | None:
+        """The constraint of the answer; raises VLLMValidationError for one that is none."""
+        return structured_outputs_of(self.response_format, self.structured_outputs)
+
+    def _check_beam_search(self) -> None:
+        if self.stream:
+            raise VLLMValidationError(
+                "Streaming is not currently supported with beam search", parameter="stream"
+            )
+        if self.get_prompt_logprobs() is not None:
+            raise VLLMValidationError(
+                "`prompt_logprobs` (and `echo` with `logprobs`) are not available with beam "
+                "search; leave one of them out.",
+                parameter="prompt_logprobs",
+            )
 
     @property
     def max_tokens_name(self) -> str:
@@ -253,6 +233,22 @@ class GenerationRequest(OpenAIBaseModel):
     def get_prompt_logprobs(self) -> int | None:
         """Log-probabilities for each prompt token, None for none."""
         return self.prompt_logprobs
+
+    def to_beam_search_params(
+        self, max_tokens: int, default_sampling_params: dict[str, Any] | None = None
+    ) -> BeamSearchParams:
+        """Parameters of a beam search as wide as `n`. Raises VLLMValidationError."""
+        temperature = self.temperature
+        if temperature is None:
+            temperature = (default_sampling_params or {}).get("temperature", 1.0)
+        return BeamSearchParams(
+            beam_width=1 if self.n is None else self.n,
+            max_tokens=max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=temperature,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )
 
     def to_sampling_params(
         self, max_tokens: int, default_sampling_params: dict[str, Any] | None = None
@@ -286,6 +282,9 @@ class GenerationRequest(OpenAIBaseModel):
             output_kind=RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY,
             logit_bias=self.logit_bias,
             allowed_token_ids=self.allowed_token_ids,
+            structured_outputs=self.get_structured_outputs(),
             extra_args=self.vllm_xargs or None,
+            thinking_token_budget=self.thinking_token_budget,
+            repetition_detection=self.repetition_detection,
             **chosen,
         )

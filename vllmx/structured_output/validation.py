@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/sampling_params.py (_validate_structured_outputs),
+#   vllm/v1/structured_output/backend_*.py @ v0.25.0
+"""Whether a constraint can be enforced, and by which library; asked before a request is queued.
+
+A constraint that is let through is enforced as a whole: what a library would drop silently is
+refused, and with backend `auto` the next library is asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from copy import copy
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from vllmx.exceptions import VLLMValidationError
+from vllmx.structured_output.backend_types import JSONOptions, StructuredOutputOptions
+from vllmx.structured_output.request import get_structured_output_key
+from vllmx.structured_output.schema_features import (
+    ENFORCER,
+    OUTLINES,
+    XGRAMMAR,
+    SchemaSupport,
+    misread_by_guidance,
+    unsupported_feature,
+)
+from vllmx.structured_output.utils import (
+    choice_as_grammar,
+    compile_regex_with_timeout,
+    convert_lark_to_ebnf,
+    grammar_is_likely_lark,
+)
+
+if TYPE_CHECKING:
+    from vllmx.config import StructuredOutputsConfig
+    from vllmx.sampling_params import SamplingParams, StructuredOutputsParams
+
+Kind = StructuredOutputOptions
+AUTO = ("xgrammar", "guidance", "outlines")
+"""Libraries in the order in which backend `auto` asks them."""
+
+
+def validate_structured_outputs(
+    params: SamplingParams,
+    model_config: Any,
+    config: StructuredOutputsConfig | None,
+    tokenizer: Any | None,
+) -> None:
+    """Choose the backend of `params.structured_outputs`, which becomes a copy that names it.
+
+    Lark and choices become EBNF where the backend wants it. VLLMValidationError for a constraint
+    that no backend in question enforces, with what it lacks.
+    """
+    asked = params.structured_outputs
+    if config is None or asked is None:
+        return
+    if getattr(model_config, "is_diffusion", False):
+        raise _error(
+            "Structured outputs are not yet supported for diffusion language models. Remove the "
+            "structured output constraint (e.g. `response_format`, `structured_outputs`) from the "
+            "request."
+        )
+    if tokenizer is None:
+        raise _error(
+            "Structured outputs requires a tokenizer so it can't be used with 'skip_tokenizer_init'"
+        )
+    _check_backend(asked, config.backend)
+    _check_content(asked)
+    chosen = copy(asked)
+    chosen.disable_any_whitespace |= config.disable_any_whitespace
+    chosen.disable_additional_properties |= config.disable_additional_properties
+    kind, spec = get_structured_output_key(chosen)
+    backend, kind, spec = _choose(config.backend, kind, spec, json_options(chosen))
+    if kind == Kind.GRAMMAR:
+        chosen.choice, chosen.grammar = None, spec
+    chosen._backend, chosen._backend_was_auto = backend, config.backend == "auto"
+    params.structured_outputs = chosen
+
+
+def json_options(params: StructuredOutputsParams) -> JSONOptions:
+    """How the JSON of a request may be written."""
+    return JSONOptions(
+        params.disable_any_whitespace,
+        params.disable_additional_properties,
+        params.whitespace_pattern,
+    )
+
+
+def _error(message: str) -> VLLMValidationError:
+    return VLLMValidationError(message, parameter="structured_outputs")
+
+
+def _check_backend(asked: StructuredOutputsParams, backend: str) -> None:
+    """Parameters that are used again may name the backend that was chosen for them before."""
+    named = asked._backend
+    if named and named != backend and not (backend == "auto" and asked._backend_was_auto):
+        raise _error(
+            "Request-level structured output backend selection is not supported. The request "
+            f"specified '{named}', but vLLM was initialised with '{backend}'. This error can be "
+            "resolved by removing '_backend' from the request."
+        )
+
+
+def _check_content(asked: StructuredOutputsParams) -> None:
+    if asked.choice is not None:
+        if not isinstance(asked.choice, list) or not asked.choice:
+            raise _error(f"Choice '{asked.choice}' cannot be an empty list")
+        if not all(isinstance(text, str) and text for text in asked.choice):
+            raise _error(f"Choice {asked.choice!r} must hold strings that are not empty.")
+    if asked.json_object is False:
+        raise _error(
+            "structured_outputs.json_object must be True if set; omit structured_outputs to "
+            "disable structured outputs"
+        )
+    for name in ("json", "regex", "grammar", "structural_tag"):
+        value = getattr(asked, name)
+        if isinstance(value, str) and not value.strip():
+            raise _error(f"structured_outputs.{name} cannot be an empty string")
+        if value is not None and not isinstance(
+            value, (str, dict, bool) if name == "json" else str
+        ):
+            raise _error(f"structured_outputs.{name} is of type {type(value).__name__}.")
+
+
+@lru_cache(maxsize=512)
+def _choose(
+    backend: str, kind: StructuredOutputOptions, spec: str, options: JSONOptions
+) -> tuple[str, StructuredOutputOptions, str]:
+    """(backend, kind, text) that enforce a constraint, the last two as the backend takes them."""
+    reasons = []
+    for name in AUTO if backend == "auto" else (backend,):
+        try:
+            return name, *_CHECKS[name](kind, spec, options)
+        except RecursionError:
+            reasons.append(f"{name}: it is nested too deep")
+        except Exception as error:  # of three libraries, each with errors of its own
+            reasons.append(f"{name}: {str(error) or type(error).__name__}")
+    raise _error(f"The constraint ({kind.name.lower()}) cannot be enforced. " + "; ".join(reasons))
+
+
+def _check_xgrammar(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, str]:
+    import xgrammar
+
+    if options.whitespace_pattern is not None and kind == Kind.JSON:
+        raise ValueError("'whitespace_pattern' is not supported")
+    grammar = xgrammar.Grammar
+    if kind == Kind.REGEX:
+        compile_regex_with_timeout(grammar.from_regex, spec)
+    elif kind == Kind.CHOICE:
+        kind, spec = Kind.GRAMMAR, choice_as_grammar(json.loads(spec))
+        grammar.from_ebnf(spec)
+    elif kind == Kind.JSON:
+        _check_schema(spec, XGRAMMAR)
+        grammar.from_json_schema(spec)
+    elif kind == Kind.GRAMMAR:
+        if grammar_is_likely_lark(spec):
+            try:
+                spec = convert_lark_to_ebnf(spec)
+            except ValueError as error:
+                raise ValueError(
+                    f"Failed to convert the grammar from Lark to EBNF. {error}"
+                ) from error
+        try:
+            grammar.from_ebnf(spec)
+        except Exception as error:
+            raise ValueError(f"Invalid grammar specification. {error}") from error
+    elif kind == Kind.STRUCTURAL_TAG:
+        from vllmx.structured_output.backend_xgrammar import structural_tag_args
+
+        try:
+            grammar.from_structural_tag(*structural_tag_args(spec))
+        except Exception as error:
+            raise ValueError(f"Invalid structural tag specification. {error}") from error
+    return kind, spec
+
+
+def _check_guidance(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, str]:
+    from llguidance import LLMatcher
+
+    from vllmx.structured_output.backend_guidance import serialize_guidance_grammar
+
+    if kind == Kind.JSON and (feature := misread_by_guidance(_parse_schema(spec))):
+        raise ValueError(
+            f"The provided JSON schema contains features not supported by guidance: {feature}"
+        )
+    text = serialize_guidance_grammar(kind, spec, options)
+    if error := LLMatcher.validate_grammar(text, None):
+        raise ValueError(f"Grammar error: {error}")
+    return kind, spec
+
+
+def _check_outlines(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, str]:
+    from vllmx.structured_output.backend_outlines import check_pattern, pattern_of
+
+    _refuse_compact(options)
+    if kind in (Kind.GRAMMAR, Kind.STRUCTURAL_TAG):
+        raise ValueError(
+            "Outlines structured outputs backend does not support grammar specifications"
+        )
+    if kind == Kind.JSON:
+        _check_schema(spec, OUTLINES)
+    check_pattern(pattern_of(kind, spec, options))
+    return kind, spec
+
+
+def _check_enforcer(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, str]:
+    from vllmx.structured_output.backend_lm_format_enforcer import character_parser
+
+    _refuse_compact(options)
+    if options.whitespace_pattern is not None:
+        raise ValueError("'whitespace_pattern' is not supported")
+    if kind in (Kind.GRAMMAR, Kind.STRUCTURAL_TAG):
+        raise ValueError(
+            "LM Format Enforcer structured outputs backend does not support grammar specifications"
+        )
+    if kind == Kind.JSON:
+        _check_schema(spec, ENFORCER)
+    if kind == Kind.REGEX:
+        compile_regex_with_timeout(lambda text: character_parser(kind, text, options), spec)
+    else:
+        character_parser(kind, spec, options)
+    return kind, spec
+
+
+_CHECKS: dict[str, Callable[[Kind, str, JSONOptions], tuple[Kind, str]]] = {
+    "xgrammar": _check_xgrammar,
+    "guidance": _check_guidance,
+    "outlines": _check_outlines,
+    "lm-format-enforcer": _check_enforcer,
+}
+
+
+def _refuse_compact(options: JSONOptions) -> None:
+    if options.disable_any_whitespace:
+        raise ValueError(
+            "disable_any_whitespace is only supported for xgrammar and guidance backends."
+        )
+
+
+def _parse_schema(spec: str) -> Any:
+    try:
+        schema = json.loads(spec)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"Invalid JSON grammar specification. {error}") from error
+    if not isinstance(schema, (dict, bool)):
+        raise ValueError(f"a JSON schema is an object or a boolean, not {spec[:40]!r}")
+    return schema
+
+
+def _check_schema(spec: str, support: SchemaSupport) -> None:
+    feature = unsupported_feature(_parse_schema(spec), support)
+    if feature is not None:
+        raise ValueError(
+            f"The provided JSON schema contains features not supported by {support.name}: {feature}"
+        )
