@@ -50,9 +50,9 @@ def weight(name: str, tensor: str, shape: tuple[int, ...], less_one: bool) -> np
 
 def as_bfloat16(x: np.ndarray) -> np.ndarray:
     """x rounded to what bfloat16 holds, ties to even, still float32."""
-    bits = x.view(np.uint32)
+    bits = np.atleast_1d(x).view(np.uint32)
     even = (bits >> 16) & 1
-    return ((bits + 0x7FFF + even) & np.uint32(0xFFFF0000)).view(np.float32)
+    return ((bits + 0x7FFF + even) & np.uint32(0xFFFF0000)).view(np.float32).reshape(x.shape)
 
 
 def save(name: str, folder: Path) -> None:

@@ -176,7 +176,12 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
         {"rms_norm_eps": None, "norm_eps": 1e-5, "hidden_act": "relu2"},
     ),
     "tiny-olmo": _family(
-        "OlmoForCausalLM", "olmo", SILU, NO_HEAD_DIM, {"clip_qkv": 2.5, "pad_token_id": 0}
+        "OlmoForCausalLM",
+        "olmo",
+        SILU,
+        ALL_HEADS,
+        NO_HEAD_DIM,
+        {"clip_qkv": 2.5, "pad_token_id": 0},
     ),
     "tiny-olmo2": _family("Olmo2ForCausalLM", "olmo2", SILU, NO_HEAD_DIM, {"pad_token_id": 0}),
     "tiny-olmo3": _family(
