@@ -32,9 +32,17 @@ from .upstream_tests import cache_folder, find_in_index, sha256_of
 ARCHIVE = "jsonschema-4.26.0.tar.gz"
 SHA256 = "0c26707e2efad8aa1bfc5b7ce170f3fccc2e4918ff85989ba9ffa9facb2be326"
 DRAFTS = ("draft2020-12", "draft2019-09", "draft7", "draft6", "draft4")
-PROMPT = "A short example of a JSON value:\n"
-MAX_TOKENS = (64, 256)
-"""Longest answer; those that it cuts are asked again with the second length."""
+PROMPT = """Short JSON values, one a line:
+7
+["a",2]
+"bar"
+{"foo":1,"bar":"a"}
+[[1],{"foo":2}]
+{"foo":"a","bar":[1]}
+"""
+ATTEMPTS = ((48, 0.0), (192, 1.0), (192, 1.0))
+"""Longest answer and temperature; what the length cuts off is asked for again, as the likeliest
+digit may for ever be another nought."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +134,9 @@ def answer(llm: LLM, cases: Iterable[Case], count: int) -> Result:
         assert params.structured_outputs is not None
         result.backends[str(params.structured_outputs._backend)] += 1
         chosen.append((case, params))
-    for length in MAX_TOKENS:
+    for seed, (length, temperature) in enumerate(ATTEMPTS):
         for _, params in chosen:
-            params.max_tokens = length
+            params.max_tokens, params.temperature, params.seed = length, temperature, seed
         outputs = llm.generate([PROMPT] * len(chosen), [params for _, params in chosen])
         cut = []
         for (case, params), output in zip(chosen, outputs, strict=True):
@@ -157,8 +165,9 @@ def render(result: Result, model: str, seconds: float) -> str:
         "# JSON schemas of a public suite",
         "",
         "Made by `python -m parity.json_schemas`: schemas of the JSON-Schema-Test-Suite "
-        f"(`{ARCHIVE}`), answered by {model}, greedily and without whitespace between parts, at "
-        f"most {MAX_TOKENS[-1]} tokens each.",
+        f"(`{ARCHIVE}`), answered by {model} without whitespace between parts: greedily, "
+        f"and where that is cut off at {ATTEMPTS[0][0]} tokens, sampled, {ATTEMPTS[-1][0]} tokens "
+        "at most.",
         "",
         "| answers | parse and validate | cut at the longest length | wrong | refused by name |",
         "|---|---|---|---|---|",

@@ -10,6 +10,7 @@ import numpy as np
 from front_helpers import byte_level_tokenizer, vllm_config
 
 from vllmx.config import SpeculativeConfig
+from vllmx.reasoning import ReasoningParser
 from vllmx.structured_output.backend_guidance import GuidanceBackend
 from vllmx.structured_output.backend_lm_format_enforcer import LMFormatEnforcerBackend
 from vllmx.structured_output.backend_outlines import OutlinesBackend
@@ -72,3 +73,16 @@ def matches(grammar: StructuredOutputGrammar, text: str) -> bool:
         assert grammar.accept_tokens("r", [token])
     assert grammar.is_terminated()
     return True
+
+
+THINK_END = ids("x")[0]
+
+
+class EndsAtX(ReasoningParser):
+    """Reasoning ends with an x."""
+
+    def is_reasoning_end(self, input_ids):
+        return THINK_END in input_ids
+
+    def is_reasoning_end_streaming(self, input_ids, delta_ids):
+        return THINK_END in delta_ids

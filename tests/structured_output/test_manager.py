@@ -8,27 +8,15 @@ import numpy as np
 import pytest
 import tokenizers
 from engine_helpers import make_request
-from structured_helpers import END, TOKENIZER, VOCAB, config, ids
+from structured_helpers import END, THINK_END, TOKENIZER, VOCAB, EndsAtX, config, ids
 
 from vllmx.exceptions import UserError
-from vllmx.reasoning import ReasoningParser, ReasoningParserManager
+from vllmx.reasoning import ReasoningParserManager
 from vllmx.reasoning.basic_parsers import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
 from vllmx.sampling_params import StructuredOutputsParams
 from vllmx.structured_output.backend_guidance import GuidanceBackend
 from vllmx.structured_output.backend_types import StructuredOutputOptions
 from vllmx.structured_output.manager import StructuredOutputManager
-
-THINK_END = ids("x")[0]
-
-
-class EndsAtX(ReasoningParser):
-    """Reasoning ends with an x."""
-
-    def is_reasoning_end(self, input_ids):
-        return THINK_END in input_ids
-
-    def is_reasoning_end_streaming(self, input_ids, delta_ids):
-        return THINK_END in delta_ids
 
 
 def manager(drafts=0, reasons=False, backend="guidance", **settings) -> StructuredOutputManager:
@@ -43,7 +31,9 @@ def manager(drafts=0, reasons=False, backend="guidance", **settings) -> Structur
 
 
 def constrained(regex="[0-9]+", name="a", **more):
-    return make_request(name, ids("no"), structured_outputs=StructuredOutputsParams(regex=regex, **more))
+    return make_request(
+        name, ids("no"), structured_outputs=StructuredOutputsParams(regex=regex, **more)
+    )
 
 
 def ready(made: StructuredOutputManager, request):
@@ -229,7 +219,7 @@ def test_qwen3_does_not_think_where_its_template_is_told_so() -> None:
 
 
 def test_parsers_are_found_by_name_and_plugins_bring_more(tmp_path) -> None:
-    with pytest.raises(KeyError, match="'nobody' not found. Available parsers: .*deepseek_r1"):
+    with pytest.raises(KeyError, match=r"'nobody' not found. Available parsers: .*deepseek_r1"):
         ReasoningParserManager.get_reasoning_parser("nobody")
     plugin = tmp_path / "mine.py"
     plugin.write_text(
@@ -242,7 +232,7 @@ def test_parsers_are_found_by_name_and_plugins_bring_more(tmp_path) -> None:
     made.structured_outputs_config.reasoning_parser_plugin = str(plugin)
     assert StructuredOutputManager(made).reasoner_cls.__name__ == "Mine"
     made.structured_outputs_config.reasoning_parser = "nobody"
-    with pytest.raises(UserError, match="--reasoning-parser: .*'nobody'"):
+    with pytest.raises(UserError, match=r"--reasoning-parser: .*'nobody'"):
         StructuredOutputManager(made)
     with pytest.raises(RuntimeError, match="could not locate think start/end tokens"):
         DeepSeekR1ReasoningParser(TOKENIZER)

@@ -215,7 +215,18 @@ def test_a_pattern_that_takes_for_ever_is_given_up(monkeypatch) -> None:
     assert compile_regex_with_timeout(lambda pattern: "done", "a") == "done"
 
 
-WORDS = ["type", "string", "object", "array", "properties", "items", "enum", "$ref", "#", "#/$defs/a"]
+WORDS = [
+    "type",
+    "string",
+    "object",
+    "array",
+    "properties",
+    "items",
+    "enum",
+    "$ref",
+    "#",
+    "#/$defs/a",
+]
 WORDS += ["required", "pattern", "(", "^a*", "minimum", "maxLength", "anyOf", "allOf", "$defs"]
 WORDS += ["const", "additionalProperties", "prefixItems", "format", "date", "\ud83d", "", "a"]
 
@@ -240,7 +251,11 @@ def test_nonsense_is_refused_or_taken_and_never_raises_anything_else(seed: int) 
         if name == "json" and not isinstance(value, (dict, str)):
             value = {"type": value}
         if name in ("regex", "grammar", "structural_tag") and rng.random() < 0.8:
-            value = json.dumps(value) if name != "regex" else "".join(rng.choices("a(|)*+[]\\{}?1", k=6))
+            value = (
+                json.dumps(value)
+                if name != "regex"
+                else "".join(rng.choices("a(|)*+[]\\{}?1", k=6))
+            )
         if value is None:
             continue
         try:
