@@ -488,7 +488,8 @@ def _attention(
 
 if __name__ == "__main__":
     # The sampler's steps and the joined ops register themselves with the same oracle.
-    from oracles import vllm_fused, vllm_moe, vllm_ops, vllm_sampler
+    from oracles import vllm_activation, vllm_fused, vllm_moe, vllm_ops, vllm_sampler
 
-    assert vllm_sampler.ORACLE is vllm_ops.ORACLE is vllm_fused.ORACLE is vllm_moe.ORACLE
+    for _sibling in (vllm_activation, vllm_fused, vllm_moe, vllm_sampler):
+        assert _sibling.ORACLE is vllm_ops.ORACLE
     sys.exit(main(vllm_ops.ORACLE))

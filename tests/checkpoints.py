@@ -102,6 +102,15 @@ MOE = {
     "qwen3moe_everysecond": {**SPARSE, **FEW, "head_dim": 32, "decoder_sparse_step": 2},
     "glm4moe": {**GLM4, "attention_bias": True, "n_group": 4, "topk_group": 2},
     "glm4moe_normed": {**GLM4, "use_qk_norm": True, "n_shared_experts": 2},
+    "granitemoe": {
+        **SPARSE,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
     "olmoe": {**SPARSE, "num_experts": 8, "num_experts_per_tok": 4, "norm_topk_prob": False},
 }
 """Models with experts, and attention in every layer."""
@@ -111,6 +120,7 @@ FAMILIES = {
     "qwen3moe": "Qwen3Moe",
     "glm4moe": "Glm4Moe",
     "olmoe": "Olmoe",
+    "granitemoe": "GraniteMoe",
     "llama": "Llama",
     "gemma3": "Gemma3",
     "qwen3": "Qwen3",

@@ -17,6 +17,9 @@ import transformers
 import vllmx.config as config
 from vllmx.core import kv_cache_interface, kv_cache_manager
 from vllmx.models.hf_config import HFConfig
+from vllmx.sampling_params import SamplingParams
+from vllmx.structured_output import manager
+from vllmx.structured_output.validation import validate_structured_outputs
 
 from . import engines
 from .engines import (
@@ -27,7 +30,7 @@ from .engines import (
     UsageContext,
     set_default_torch_num_threads,
 )
-from .placeholder import MissingSymbol, MissingValue
+from .placeholder import MissingSymbol
 from .standins import MODELS
 from .v1_sampler import (
     BeamSearchOnlineMixin,
@@ -153,6 +156,19 @@ def multi_gpu_test(*, num_gpus: int) -> Callable[[Any], Any]:
     return pytest.mark.skip(f"needs {num_gpus} GPUs")
 
 
+def maybe_create_thinking_budget_state_holder(*arguments: Any) -> None:
+    """None: budgets of reasoning are rows of the sampler's, beside what a call is told."""
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Nothing: an engine of vllmx leaves no process group behind."""
+
+
+def large_gpu_mark(min_gb: int) -> Any:
+    """The mark of a test that needs a GPU of that size."""
+    return pytest.mark.skip(f"needs a GPU of {min_gb} GB")
+
+
 def is_pin_memory_available() -> bool:
     """A CPU's memory is not pinned."""
     return False
@@ -162,9 +178,13 @@ LogprobsMode = Literal["raw_logits", "raw_logprobs", "processed_logits", "proces
 """The modes that the config has."""
 
 
-def StructuredOutputManager(vllm_config: Any) -> MissingValue:
-    """A scheduler is given one whether or not a request is constrained."""
-    return MissingValue("vllm.v1.structured_output.StructuredOutputManager")
+def StructuredOutputManager(vllm_config: Any) -> manager.StructuredOutputManager:
+    """Upstream's loads a tokenizer of the hub."""
+    model_config = vllm_config.model_config
+    tokenizer = None
+    if model_config.tokenizer and not model_config.skip_tokenizer_init:
+        tokenizer = engines.AutoTokenizer.from_pretrained(model_config.tokenizer)
+    return manager.StructuredOutputManager(vllm_config, tokenizer)
 
 
 def register_all_kvcache_specs(vllm_config: Any) -> None:
@@ -186,4 +206,9 @@ def prepare() -> None:
         return build(*args, **kwargs)
 
     kv_cache_manager.get_kv_cache_coordinator = with_environment
+    # A method there, a function here.
+    SamplingParams._validate_structured_outputs = validate_structured_outputs  # type: ignore[attr-defined]
     transformers.AutoTokenizer = engines.AutoTokenizer
+    if not torch.accelerator.is_available():
+        # Tests tidy a GPU up, which torch refuses where there is none.
+        torch.accelerator.empty_cache = lambda: None

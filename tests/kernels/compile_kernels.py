@@ -185,6 +185,7 @@ KERNELS: list[Row] = [
         WEIGHTS | {"bias_ptr": F32},
     ),
     ("triton_input", "_apply_writes_kernel", {"BLOCK": 1024}, WRITES),
+    ("triton_bitmask", "_forbid_kernel", {"COLUMNS": 4096}, {"logits_ptr": F32, "mask_ptr": I32}),
     ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": True}, {}),
     ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": False}, {}),
     ("triton_input", "_prepare_states_kernel", {"BLOCK": 1024}, {"has_state_ptr": "*i1"}),

@@ -62,14 +62,21 @@ def test_greedy_tokens_of_an_engine_equal_transformers(sparse: tuple) -> None:
         assert logits.argmax(-1).tolist() == tokens
 
 
+def test_random_weights_stand_in_for_a_checkpoints(sparse: tuple) -> None:
+    engine = build_engine(sparse[0], load_format="dummy", default_priority=["torch"])
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=1)
+    (answer,) = engine.generate({"prompt_token_ids": sequence(5)}, params, use_tqdm=False)
+    assert len(answer.outputs[0].token_ids) == 2
+
+
 # ------------------------------------------------------------------------------ bad checkpoints
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GLM-4 MoE, a Mixtral and an OLMoE in folders of those names."""
+    """A GLM-4 MoE, a Granite MoE, a Mixtral and an OLMoE in folders of those names."""
     folder: Path = tmp_path_factory.mktemp("moe")
-    for name in ("glm4moe", "mixtral", "olmoe"):
+    for name in ("glm4moe", "granitemoe", "mixtral", "olmoe"):
         save_tiny(name, folder / name)
     return folder
 
@@ -101,6 +108,8 @@ def test_layers_for_drafting_are_left_out(saved: Path, tmp_path: Path) -> None:
         ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w2.weight"),
         ("mixtral", "model.layers.0.block_sparse_moe.gate.weight"),
         ("glm4moe", "model.layers.1.mlp.gate.e_score_correction_bias"),
+        ("granitemoe", "model.layers.1.block_sparse_moe.input_linear.weight"),
+        ("granitemoe", "model.layers.1.block_sparse_moe.router.layer.weight"),
         ("olmoe", "model.layers.2.mlp.experts.0.up_proj.weight"),
     ],
 )

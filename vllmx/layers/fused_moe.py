@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
-from vllmx.layers.parameter import WeightHolder, to_float
+from vllmx.layers.parameter import WeightHolder
 
 
 class FusedMoE(WeightHolder, nn.Module):
@@ -129,25 +129,26 @@ class FusedMoE(WeightHolder, nn.Module):
         return param if shard_id is None else f"{shard_id}.{param}.weight"
 
     def finish_loading(self) -> None:
-        """Stack the experts, in the activation dtype."""
+        """Put the experts one above the other, in the activation dtype, straight on the device."""
         assert self.loaded is not None
+        new: dict[str, Any] = {"dtype": self.ops.dtype, "device": self.ops.device}
+        shapes = self._stacked
+        self.w13_weight = torch.empty(shapes["gate_up_proj", None], **new)
+        self.w2_weight = torch.empty(shapes["down_proj", None], **new)
         if self._expected is self._stacked:
-            w13, w2 = self.loaded[("gate_up_proj", None)], self.loaded[("down_proj", None)]
+            self.w13_weight.copy_(self.loaded["gate_up_proj", None])
+            self.w2_weight.copy_(self.loaded["down_proj", None])
         else:
-            experts = [str(expert) for expert in range(self.num_experts)]
             gate_name, down_name, up_name = self.ckpt_names
-            gate, up, w2 = (
-                torch.stack([self.loaded[(part, expert)] for expert in experts])
-                for part in (gate_name, up_name, down_name)
-            )
-            w13 = torch.cat((gate, up), dim=1)
-        dtype, device = self.ops.dtype, self.ops.device
-        # A copy: what was loaded may be a view of the memory-mapped file.
-        self.w13_weight = to_float(w13, dtype).to(device).clone()
-        self.w2_weight = to_float(w2, dtype).to(device).clone()
+            for number in range(self.num_experts):
+                expert = str(number)
+                gate, up = self.w13_weight[number].chunk(2)
+                gate.copy_(self.loaded[gate_name, expert])
+                up.copy_(self.loaded[up_name, expert])
+                self.w2_weight[number].copy_(self.loaded[down_name, expert])
         if ("gate_up_proj_bias", None) in self._expected:
-            self.w13_bias = self.take_float("gate_up_proj_bias").to(device, dtype)
-            self.w2_bias = self.take_float("down_proj_bias").to(device, dtype)
+            self.w13_bias = self.take_float("gate_up_proj_bias").to(**new)
+            self.w2_bias = self.take_float("down_proj_bias").to(**new)
 
     def forward(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
         """hidden_states: [T, H]; router_logits: [T, E] -> [T, H]."""

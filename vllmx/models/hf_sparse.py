@@ -34,6 +34,15 @@ SPARSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "use_qk_norm": False,
     },
+    "granitemoe": LLAMA_LIKE
+    | {
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "mixtral": LLAMA_LIKE
     | {
         "max_position_embeddings": 131072,

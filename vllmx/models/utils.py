@@ -165,7 +165,7 @@ class AutoWeightsLoader:
                     continue
                 own = holder.checkpoint_name(param, shard)
                 source = f"{mapper.source_name(name, shard)}.{param}"
-                missing.append(source if own is None else f"{mapper.source_name(name, None)}.{own}")
+                missing.append(source if own is None else mapper.source_name(f"{name}.{own}", None))
         if missing:
             shown = ", ".join(missing[:5])
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""

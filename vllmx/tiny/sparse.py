@@ -60,6 +60,19 @@ SPARSE_FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "norm_topk_prob": True,
     },
+    "tiny-granitemoe": {
+        "architectures": ["GraniteMoeForCausalLM"],
+        "model_type": "granitemoe",
+        **COMMON,
+        "tie_word_embeddings": True,
+        "intermediate_size": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.125,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
     "tiny-olmoe": {
         "architectures": ["OlmoeForCausalLM"],
         "model_type": "olmoe",
@@ -98,6 +111,12 @@ def sparse_mlp(config: dict[str, Any], layer: int) -> Shapes:
     prefix, names = "mlp", "gate_proj up_proj down_proj"
     if kind == "mixtral":
         prefix, names = "block_sparse_moe", "w1 w3 w2"
+    if kind == "granitemoe":
+        return {
+            "block_sparse_moe.router.layer.weight": (count, hidden),
+            "block_sparse_moe.input_linear.weight": (count, 2 * inner, hidden),
+            "block_sparse_moe.output_linear.weight": (count, hidden, inner),
+        }
     found: Shapes = {f"{prefix}.gate.weight": (count, hidden)}
     for expert in range(count):
         found |= mlp(hidden, inner, f"{prefix}.experts.{expert}", names)
