@@ -212,8 +212,9 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: np.ndarray | None = None,
 ) -> Outputs:
-    """out: token by token and head by head, each over the keys it sees."""
+    """out: token by token and head by head, each over the keys it sees and the head's sink."""
     out = np.empty_like(query)
     group = query.shape[1] // key_cache.shape[2]
     block_size = key_cache.shape[1]
@@ -230,8 +231,10 @@ def paged_attention(
                 score = seen @ query[place, head] * scale
                 if soft_cap is not None:
                     score = soft_cap * np.tanh(score / soft_cap)
-                weight = np.exp(score - score.max())
-                weight /= weight.sum()
+                sink = -np.inf if sinks is None else sinks[head]
+                best = max(score.max(), sink)
+                weight = np.exp(score - best)
+                weight /= weight.sum() + np.exp(sink - best)
                 out[place, head] = weight @ values[oldest : newest + 1, head // group]
     return {"out": out}
 

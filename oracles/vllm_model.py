@@ -116,7 +116,7 @@ def _stream(llm: Any, sequence: list[int]) -> list[np.ndarray]:
         seen.append(next(x for x in given if x is not None and x.is_floating_point()).clone())
 
     def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
-        hidden, residual = output if isinstance(output, tuple) else (output, None)
+        hidden, residual = output[:2] if isinstance(output, tuple) else (output, None)
         if residual is None or type(module).__name__ in WHOLE:
             seen.append(hidden.detach().clone())
         else:

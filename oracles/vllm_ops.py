@@ -362,6 +362,8 @@ def paged_attention_sdpa(**args: Any) -> Tensors:
     """torch's own attention in the dtype of the query."""
     if args["soft_cap"] is not None:
         raise ValueError("it has no soft cap")
+    if args.get("sinks") is not None:
+        raise ValueError("it has no sinks")
 
     def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
@@ -379,7 +381,11 @@ def paged_attention_einsum(**args: Any) -> Tensors:
         scores = torch.einsum("hqd,hkd->hqk", query.float(), keys.float()) * args["scale"]
         if args["soft_cap"] is not None:
             scores = args["soft_cap"] * torch.tanh(scores / args["soft_cap"])
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if args.get("sinks") is not None:
+            sinks = args["sinks"].float()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1)[..., : keys.shape[1]]
         return torch.einsum("hqk,hkd->hqd", weights, values.float()).to(query.dtype)
 
     return {"out": _by_request(attend, **args)}
@@ -424,6 +430,7 @@ def _attention(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     from vllm import _custom_ops as ops
 
@@ -474,14 +481,15 @@ def _attention(
         block_table=table,
         softcap=0.0 if soft_cap is None else soft_cap,
         scheduler_metadata=metadata,
-        s_aux=None,
+        s_aux=sinks,
     )
     return out
 
 
 if __name__ == "__main__":
     # The sampler's steps and the joined ops register themselves with the same oracle.
-    from oracles import vllm_fused, vllm_moe, vllm_ops, vllm_sampler
+    from oracles import vllm_activation, vllm_fused, vllm_moe, vllm_ops, vllm_sampler
 
-    assert vllm_sampler.ORACLE is vllm_ops.ORACLE is vllm_fused.ORACLE is vllm_moe.ORACLE
+    for _sibling in (vllm_activation, vllm_fused, vllm_moe, vllm_sampler):
+        assert _sibling.ORACLE is vllm_ops.ORACLE
     sys.exit(main(vllm_ops.ORACLE))

@@ -20,9 +20,9 @@ CACHE = Path.home() / ".cache" / "vllmx" / "checkpoints"
 
 def tiny_folder(entry: ModelEntry) -> Path:
     """The checkpoint of a tiny model; its weights are drawn anew where it is not there."""
-    from vllmx.tiny import checkpoint, configs, tensors, tokenizer
+    from vllmx.tiny import checkpoint
 
-    makers = [Path(str(part.__file__)) for part in (checkpoint, configs, tensors, tokenizer)]
+    makers = list(Path(str(checkpoint.__file__)).parent.glob("*.py"))
     return _made(entry.name, makers, lambda made: checkpoint.save(entry.name, made))
 
 

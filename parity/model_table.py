@@ -129,12 +129,10 @@ TINY: dict[str, Any] = {
     "max_tokens": 48,
 }
 BREADTH = TINY | {"top_k": 10}
-"""Families beyond the features that have a row each: shorter lists make smaller goldens."""
-DENSE = sorted(
-    name
-    for name in DENSE_FAMILIES
-    if name not in ("tiny-gemma2", "tiny-mistral", "tiny-phi3", "tiny-qwen2")
-)
+"""Many families: shorter lists make smaller goldens."""
+DENSE = sorted(DENSE_FAMILIES.keys() - {"tiny-olmo3"})
+"""Dense families beside those above. Upstream 0.25.0 can't read an Olmo3 config with the version of
+transformers that it comes with: the rotation of each kind of layer is a table within the table."""
 HYBRID = TINY | {"prompt_lengths": (1, 9, 25, 33, 49, 97)}
 """Blocks of models with recurrent layers are longer: here of 48 tokens."""
 MODELS = {
@@ -145,8 +143,6 @@ MODELS = {
         ModelEntry("tiny-llama", **TINY),
         ModelEntry("tiny-qwen3", **TINY),
         ModelEntry("tiny-gemma3", **TINY),
-        *(ModelEntry(name, **TINY) for name in ("tiny-gemma2", "tiny-mistral", "tiny-phi3")),
-        ModelEntry("tiny-qwen2", **TINY),
         *(ModelEntry(name, **BREADTH) for name in DENSE),
         ModelEntry("tiny-qwen3_5", **HYBRID),
         ModelEntry("tiny-qwen3_5_moe", **HYBRID),

@@ -149,7 +149,9 @@ def rope_table(
     """Rows of the table of the layer that rotates by the op's definition."""
     config = KernelConfig(ir_op_priority={"rotary_embedding": ["torch"]})
     table = OpTable(config, rows.device.type, torch.float32)
-    return get_rope(head_size, max_position, dict(rope_parameters), table).cos_sin_cache[rows]
+    longest = rope_parameters.get("max_model_len")
+    rope = get_rope(head_size, max_position, rope_parameters, table, max_model_len=longest)
+    return rope.cos_sin_cache[rows]
 
 
 CALLS: dict[str, Callable[..., Any]] = {

@@ -39,7 +39,7 @@ COMMANDS = {
     "chat": "talk to a model, here or on a server",
     "complete": "continue texts line by line, here or on a server",
     "serve": "start the OpenAI-compatible server",
-    "bench": "measure latency, throughput, a server, start-up, overhead, or beside upstream",
+    "bench": "measure latency, throughput, a server, start-up, kernels, or beside upstream",
     "fetch": "download a named model and check its hash",
     "info": "show versions, device, weight formats and the provider of each op",
     "checkpoint": "write a tiny model with seeded weights, or a dense one cut into experts",

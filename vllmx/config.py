@@ -675,10 +675,11 @@ class ServerConfig:
 
 @dataclass
 class BenchConfig:
-    """`vllmx bench latency|throughput|serve|overhead|side-by-side|startup`."""
+    """`vllmx bench latency|throughput|serve|overhead|side-by-side|startup|kernels`."""
 
     kind: str = choice(
-        "latency", "latency", "throughput", "serve", "overhead", "side-by-side", "startup"
+        "latency",
+        *("latency", "throughput", "serve", "overhead", "side-by-side", "startup", "kernels"),
     )
     """What is measured."""
     batch_size: int = number(8, ge=1)

@@ -24,6 +24,12 @@ def hash_seed() -> str | None:
     return os.environ.get("PYTHONHASHSEED")
 
 
+def kernel_cache_dir() -> Path:
+    """Where measured times of kernels are kept: VLLMX_KERNEL_CACHE, or ~/.cache/vllmx/kernels."""
+    told = os.environ.get("VLLMX_KERNEL_CACHE")
+    return Path(told) if told else Path.home() / ".cache" / "vllmx" / "kernels"
+
+
 def has(package: str) -> bool:
     """Whether `package` can be imported; it is not."""
     return importlib.util.find_spec(package) is not None

@@ -17,6 +17,9 @@ import transformers
 import vllmx.config as config
 from vllmx.core import kv_cache_interface, kv_cache_manager
 from vllmx.models.hf_config import HFConfig
+from vllmx.sampling_params import SamplingParams
+from vllmx.structured_output import manager
+from vllmx.structured_output.validation import validate_structured_outputs
 
 from . import engines
 from .engines import (
@@ -27,7 +30,7 @@ from .engines import (
     UsageContext,
     set_default_torch_num_threads,
 )
-from .placeholder import MissingSymbol, MissingValue
+from .placeholder import MissingSymbol
 from .standins import MODELS
 from .v1_sampler import (
     BeamSearchOnlineMixin,
@@ -162,9 +165,13 @@ LogprobsMode = Literal["raw_logits", "raw_logprobs", "processed_logits", "proces
 """The modes that the config has."""
 
 
-def StructuredOutputManager(vllm_config: Any) -> MissingValue:
-    """A scheduler is given one whether or not a request is constrained."""
-    return MissingValue("vllm.v1.structured_output.StructuredOutputManager")
+def StructuredOutputManager(vllm_config: Any) -> manager.StructuredOutputManager:
+    """Upstream's loads a tokenizer of the hub."""
+    model_config = vllm_config.model_config
+    tokenizer = None
+    if model_config.tokenizer and not model_config.skip_tokenizer_init:
+        tokenizer = engines.AutoTokenizer.from_pretrained(model_config.tokenizer)
+    return manager.StructuredOutputManager(vllm_config, tokenizer)
 
 
 def register_all_kvcache_specs(vllm_config: Any) -> None:
@@ -186,4 +193,6 @@ def prepare() -> None:
         return build(*args, **kwargs)
 
     kv_cache_manager.get_kv_cache_coordinator = with_environment
+    # A method there, a function here.
+    SamplingParams._validate_structured_outputs = validate_structured_outputs  # type: ignore[attr-defined]
     transformers.AutoTokenizer = engines.AutoTokenizer

@@ -32,18 +32,6 @@ def missing(symbol: str) -> type:
     return _Placeholder(symbol.rpartition(".")[2], (), {"_symbol_": symbol})
 
 
-class MissingValue:
-    """An argument that may be handed over but not looked into."""
-
-    def __init__(self, symbol: str) -> None:
-        self._symbol_ = symbol
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise MissingSymbol(self._symbol_)
-
-
 class _Placeholder(ABCMeta):
     _symbol_: str
 

@@ -20,11 +20,12 @@ from vllmx.attention.backends.flashinfer import (
 from vllmx.config import KernelConfig
 from vllmx.exceptions import UserError
 from vllmx.ir.op import OpContext
+from vllmx.ir.ops.attention import WITH_SINKS
 from vllmx.ir.select import OpTable, load_ops
 from vllmx.kernels import flashinfer_ops
 
 OPS = load_ops()
-CASES = range(len(sys.modules["vllmx.ir.ops.attention"].BATCHES))
+CASES = range(WITH_SINKS)
 GPU = OpContext("cuda", torch.bfloat16, {"head_size": 128})
 
 
@@ -150,6 +151,7 @@ def test_ops_are_those_of_the_definition(library, op: str) -> None:
     [
         (replace(GPU, device="cpu"), "runs on a GPU, not on cpu"),
         (replace(GPU, dtype=torch.float32), "float16 and bfloat16, not in torch.float32"),
+        (replace(GPU, facts={"sinks": True}), "has no attention sinks"),
         (replace(GPU, facts={"head_size": 80}), "heads of 64, 128, 256, not of 80"),
         (replace(GPU, facts={"kv_cache_dtype": torch.float16}), "reads no cache of torch.float16"),
     ],

@@ -61,6 +61,7 @@ TYPES = {
 NORM = {"HAS_RESIDUAL": True, "HAS_WEIGHT": True, "BLOCK": 1024}
 HEADS = {"HEAD_SIZE": 128, "COLUMNS": 128, "BLOCK_SIZE": 16}
 ATTENTION = {**HEADS, "GROUP": 2, "HAS_CAP": False, "HAS_WINDOW": False, "WIDE": False}
+ATTENTION["HAS_SINKS"] = False
 DECODE = {**ATTENTION, "ROWS": 16, "KEYS": 64}
 PREFILL = {**ATTENTION, "ROWS": 64, "TOKENS": 32, "KEYS": 32, "MASKS_ALL": False}
 FIXED = {"INPUTS": 960, "ROWS": 64, "OUTPUTS": 32, "COLUMNS": 128, "HAS_BIAS": True, "WIDE": False}
@@ -137,6 +138,8 @@ KERNELS: list[Row] = [
     ("triton_attention", "_decode_kernel", DECODE | {"SPLITS": 8, "BLOCK_SIZE": 784}, SINGLE),
     ("triton_attention", "_prefill_kernel", PREFILL | {"BLOCK_SIZE": 784}, {}),
     ("triton_attention", "_prefill_kernel", PREFILL, {}),
+    ("triton_attention", "_prefill_kernel", PREFILL | {"HAS_SINKS": True}, {}),
+    ("triton_attention", "_decode_kernel", DECODE | {"SPLITS": 8, "HAS_SINKS": True}, SINGLE),
     ("triton_attention", "_prefill_kernel", PREFILL | {"MASKS_ALL": True}, {}),
     ("triton_fixed_linear", "_fixed_tiles_linear_kernel", FIXED, {}),
     ("triton_attention", "_prefill_kernel", PREFILL | {"HAS_WINDOW": True, "HAS_CAP": True}, {}),
@@ -182,6 +185,7 @@ KERNELS: list[Row] = [
         WEIGHTS | {"bias_ptr": F32},
     ),
     ("triton_input", "_apply_writes_kernel", {"BLOCK": 1024}, WRITES),
+    ("triton_bitmask", "_forbid_kernel", {"COLUMNS": 4096}, {"logits_ptr": F32, "mask_ptr": I32}),
     ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": True}, {}),
     ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": False}, {}),
     ("triton_input", "_prepare_states_kernel", {"BLOCK": 1024}, {"has_state_ptr": "*i1"}),

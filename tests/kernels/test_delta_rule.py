@@ -6,15 +6,22 @@ import copy
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from gpu_arithmetic import as_on_a_gpu
 
 from parity.op_cells import OpCell, expected
 from parity.op_replay import Lane
-from vllmx.config import KernelConfig
+from vllmx.attention.backend import CommonAttentionMetadata
+from vllmx.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllmx.config import KernelConfig, RunConfig, finalize
+from vllmx.forward_context import ForwardContext, set_forward_context
 from vllmx.ir.op import OpContext
 from vllmx.ir.select import OpTable, load_ops
+from vllmx.layers.gated_delta_net import QwenGatedDeltaNetAttention
+from vllmx.layers.parameter import WeightHolder
+from vllmx.models.hf_config import HFConfig
 
 OPS = load_ops()
 NAMES = (
@@ -34,6 +41,18 @@ PROMPTS = (
     ("recurrent_gated_delta_rule", "state_indices", "ssm_state"),
     ("chunk_gated_delta_rule", "state_indices", "ssm_state"),
 )
+VALUES = {
+    "model_type": "qwen3_next",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+}
 SEVERAL = ("mixed/bf16", "alike/f32")
 
 
@@ -145,16 +164,22 @@ def test_a_request_gives_its_bits_in_any_batch(op: str, indices: str, state: str
 
 
 def test_rows_may_lie_apart_and_states_in_pages() -> None:
-    """As the layer hands them over: parts of wider rows, and states beside others' in a page."""
-    for op, name, state in (
-        ("causal_conv1d_fn", "x", "conv_states"),
-        ("causal_conv1d_update", "x", "conv_state"),
-        ("fused_recurrent_gated_delta_rule_packed_decode", "mixed_qkv", "ssm_state"),
+    """As the layer hands them over: parts of wider rows, states beside others' in a page, and their
+    blocks as a column of a table."""
+    for op, name, indices, state in (
+        ("causal_conv1d_fn", "x", "cache_indices", "conv_states"),
+        ("causal_conv1d_update", "x", "conv_state_indices", "conv_state"),
+        (DECODES[1][0], "mixed_qkv", "ssm_state_indices", "ssm_state"),
+        ("recurrent_gated_delta_rule", "q", "state_indices", "ssm_state"),
+        ("chunk_gated_delta_rule", "q", "state_indices", "ssm_state"),
     ):
         inputs = inputs_of(op, 1)
         apart = copy.deepcopy(inputs)
         x, held = apart[name], apart[state]
         apart[name] = torch.cat((x, torch.full_like(x, float("nan"))), dim=1)[:, : x.shape[1]]
+        column = apart[indices]
+        apart[indices] = torch.stack((column, torch.zeros_like(column)), dim=1)[:, 0]
+        assert apart[indices].stride(0) == 2
         pages = torch.full((len(held), held[0].numel() + 40), float("nan"))
         pages[:, : held[0].numel()] = held.flatten(1)
         apart[state] = pages[:, : held[0].numel()].view(held.shape)
@@ -173,3 +198,65 @@ def test_a_gpu_takes_them_and_says_why_not(dtype: torch.dtype) -> None:
     huge = OpContext("cuda", dtype, {"head_k_dim": 512, "head_v_dim": 128})
     for op in NAMES[2:]:
         assert "at most 256 elements, not 512" in OPS[op].impls["triton"].supports(huge)
+
+
+def load_seeded(layer: QwenGatedDeltaNetAttention) -> None:
+    """Weights of a seed, the same for every layer."""
+    generator = torch.Generator().manual_seed(2)
+    for module in layer.modules():
+        if isinstance(module, WeightHolder):
+            for (param, shard), shape in module.expected_weights().items():
+                weight = torch.randn(*shape, generator=generator) * 0.3
+                module.load_weight(param, shard, weight, param)
+            module.pack()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_of_the_kernels_is_that_of_the_definitions(dtype: torch.dtype) -> None:
+    """A step with decodes and prompts, fresh ones and such that go on, as the engine makes it."""
+    config = HFConfig(VALUES)
+    vllm_config = finalize(RunConfig())
+    vllm_config.model_config.hf_config = config
+    torch.manual_seed(0)
+    hidden, found = torch.randn(1 + 1 + 70 + 3, 64).to(dtype), []
+    starts, lengths = np.array([0, 1, 2, 72, 75], np.int32), np.array([9, 1, 70, 40], np.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=torch.from_numpy(starts),
+        query_start_loc_np=starts,
+        seq_lens=torch.from_numpy(lengths),
+        seq_lens_np=lengths,
+        num_reqs=4,
+        num_actual_tokens=75,
+        max_query_len=70,
+        max_seq_len=70,
+        block_table_tensor=torch.tensor([[3, 7], [1, 7], [4, 7], [2, 7]], dtype=torch.int32)[:, :1],
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+    )
+    for provider in ("torch", "triton"):
+        ops = OpTable(KernelConfig(default_priority=["torch"]), "cpu", dtype)
+        layer = QwenGatedDeltaNetAttention(
+            config, vllm_config=vllm_config, ops=ops, prefix="model.layers.0.linear_attn"
+        )
+        load_seeded(layer)
+        if provider == "triton":
+            for held, op in (
+                ("_conv", "causal_conv1d_fn"),
+                ("_conv_update", "causal_conv1d_update"),
+                ("_prep", "fused_post_conv_prep"),
+                ("_decode", DECODES[1][0]),
+                ("_prefill", PROMPTS[1 if dtype == torch.float32 else 2][0]),
+            ):
+                setattr(layer, held, OPS[op].impls["triton"].fn)
+        generator = torch.Generator().manual_seed(3)
+        layer.bind_kv_cache(
+            tuple(
+                torch.randn(6, *shape, generator=generator).to(kind)
+                for shape, kind in zip(layer.get_state_shape(), layer.get_state_dtype())
+            )
+        )
+        metadata = GDNAttentionMetadataBuilder(16, torch.device("cpu")).build(common)
+        with set_forward_context(ForwardContext({layer.layer_name: metadata})):
+            found.append((layer(hidden.clone()), *layer.kv_cache))
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    for want, got in zip(*found):
+        torch.testing.assert_close(got.float(), want.float(), atol=limit, rtol=limit)

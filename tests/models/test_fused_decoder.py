@@ -80,23 +80,19 @@ def test_larger_batches_take_the_models_own_way(
 ) -> None:
     save_tiny("llama", tmp_path)
     monkeypatch.setattr(OpTable, "choose", choose_as_on_a_gpu)
-    monkeypatch.setattr(fused_decoder, "MAX_TOKENS", 2)
+    monkeypatch.setattr("vllmx.models.llama.MAX_TOKENS", 2)
     llm = build_engine(tmp_path, max_model_len=48, max_num_seqs=4, dtype="float32")
     assert all(len(row) == GREEDY.max_tokens for row in tokens(llm))
     assert calls["layers"] == 0
 
 
-def test_large_layers_serve_one_token_and_leave_more_to_the_library(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_large_layers_are_left_to_the_library(tmp_path: Path, monkeypatch) -> None:
     save_tiny("llama", tmp_path)
     monkeypatch.setattr(OpTable, "choose", choose_as_on_a_gpu)
-    gate_up = 64 * 2 * 96 * 4
-    for limit, tokens_at_once in ((2 * gate_up, fused_decoder.MAX_TOKENS), (gate_up, 1)):
-        monkeypatch.setattr(fused_decoder, "LARGE_WEIGHT_BYTES", limit)
-        llm = build_engine(tmp_path, max_model_len=48, max_num_seqs=4, dtype="float32")
-        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner
-        assert runner.model.model.few_tokens.max_tokens == tokens_at_once
+    monkeypatch.setattr(fused_decoder, "MAX_WEIGHT_BYTES", 64 * 2 * 96 * 4 - 1)  # gate and up
+    llm = build_engine(tmp_path, max_model_len=48, max_num_seqs=4, dtype="float32")
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner
+    assert runner.model.model.few_tokens is None
 
 
 def test_layers_of_another_kind_are_not_fused(tmp_path: Path, monkeypatch) -> None:

@@ -144,6 +144,7 @@ class PrefillTriton(TritonAttentionBackend):
         soft_cap: float | None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend.run."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -162,6 +163,7 @@ class PrefillTriton(TritonAttentionBackend):
             soft_cap,
             v_scale,
             masks_all=True,
+            sinks=sinks,
         )
         return out
 

@@ -109,6 +109,12 @@ if SUPPORTED is True:
         return new_best, total, out
 
     @triton.jit
+    def _begin_with_sinks(sink_ptrs, has_sink):
+        """The softmax of rows that have seen their sink and no key: (best, total)."""
+        sinks = tl.load(sink_ptrs, mask=has_sink, other=0.0).to(tl.float32) * 1.4426950408889634
+        return tl.where(has_sink, sinks, float("-inf")), tl.where(has_sink, 1.0, 0.0)
+
+    @triton.jit
     def _decode_kernel(
         query_ptr,
         query_stride,
@@ -124,6 +130,7 @@ if SUPPORTED is True:
         out_ptr,
         part_ptr,
         weight_ptr,
+        sinks_ptr,
         scale,
         value_scale,
         soft_cap,
@@ -137,6 +144,7 @@ if SUPPORTED is True:
         SPLITS: tl.constexpr,
         HAS_WINDOW: tl.constexpr,
         HAS_CAP: tl.constexpr,
+        HAS_SINKS: tl.constexpr,
         WIDE: tl.constexpr,
         DEPENDENT_LAUNCH: tl.constexpr,
     ):
@@ -168,6 +176,10 @@ if SUPPORTED is True:
         best = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         out = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if HAS_SINKS:
+            # Of a request's parts the first has it, which has keys if any has.
+            has_sink = in_group & (rows >= split * ROWS) & (rows < (stop - first) * ROWS)
+            best, total = _begin_with_sinks(sinks_ptr + heads, has_sink)
         if first < stop:
             places = heads[:, None] * HEAD_SIZE + columns[None, :]
             query = tl.load(query_ptr + request * query_stride + places, mask=mask, other=0.0)
@@ -268,6 +280,7 @@ if SUPPORTED is True:
         seq_lens_ptr,
         tile_ptr,
         out_ptr,
+        sinks_ptr,
         scale,
         value_scale,
         soft_cap,
@@ -281,6 +294,7 @@ if SUPPORTED is True:
         KEYS: tl.constexpr,
         HAS_WINDOW: tl.constexpr,
         HAS_CAP: tl.constexpr,
+        HAS_SINKS: tl.constexpr,
         MASKS_ALL: tl.constexpr,
         WIDE: tl.constexpr,
     ):
@@ -321,6 +335,8 @@ if SUPPORTED is True:
         best = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         out = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if HAS_SINKS:
+            best, total = _begin_with_sinks(sinks_ptr + heads, meant)
         table_row = table_ptr + request * table_stride
         head_start = kv_head * HEAD_SIZE
         factor = _factor(scale, HAS_CAP)
@@ -426,6 +442,7 @@ def paged_decode(
     soft_cap: float | None,
     v_scale: float,
     splits: int,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of one new token a request into `out`, [num_reqs, num_heads, head_size] as `query`.
 
@@ -463,6 +480,7 @@ def paged_decode(
         out,
         part,
         weight,
+        out if sinks is None else sinks,
         scale,
         v_scale,
         soft_cap or 0.0,
@@ -476,6 +494,7 @@ def paged_decode(
         SPLITS=splits,
         HAS_WINDOW=sliding_window is not None,
         HAS_CAP=soft_cap is not None,
+        HAS_SINKS=sinks is not None,
         WIDE=device.type == "cpu",
         num_warps=warps,
         num_stages=stages,
@@ -508,6 +527,7 @@ def paged_prefill(
     soft_cap: float | None,
     v_scale: float,
     masks_all: bool = False,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of the tokens of `tiles` into `out`, [num_tokens, num_heads, head_size] as `query`.
 
@@ -541,6 +561,7 @@ def paged_prefill(
         seq_lens,
         tiles,
         out,
+        out if sinks is None else sinks,
         scale,
         v_scale,
         soft_cap or 0.0,
@@ -554,6 +575,7 @@ def paged_prefill(
         KEYS=keys,
         HAS_WINDOW=sliding_window is not None,
         HAS_CAP=soft_cap is not None,
+        HAS_SINKS=sinks is not None,
         MASKS_ALL=masks_all,
         WIDE=query.device.type == "cpu",
         num_warps=warps,

@@ -143,6 +143,7 @@ if SUPPORTED is True:
         state_ptr,
         state_block_stride,
         blocks_ptr,
+        blocks_stride,
         has_state_ptr,
         query_start_ptr,
         out_ptr,
@@ -160,7 +161,7 @@ if SUPPORTED is True:
         head = tl.program_id(1)
         request = tl.program_id(2)
         key_head = head // (VALUE_HEADS // KEY_HEADS)
-        block = tl.load(blocks_ptr + request).to(tl.int64)
+        block = tl.load(blocks_ptr + request * blocks_stride).to(tl.int64)
         # None of the state is read where the request begins.
         kept = KEY_SIZE * tl.load(has_state_ptr + request).to(tl.int32)
         first = tl.load(query_start_ptr + request).to(tl.int64)
@@ -261,6 +262,7 @@ def _chunk_gated_delta_rule(
         ssm_state,
         ssm_state.stride(0),
         state_indices,
+        state_indices.stride(0),
         has_initial_state.view(torch.uint8),
         query_start_loc,
         out,

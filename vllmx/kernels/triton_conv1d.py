@@ -88,6 +88,7 @@ if SUPPORTED is True:
         state_place_stride,
         query_start_ptr,
         blocks_ptr,
+        blocks_stride,
         has_state_ptr,
         out_ptr,
         num_reqs,
@@ -106,7 +107,7 @@ if SUPPORTED is True:
         length = (tl.load(query_start_ptr + request + 1) - begin).to(tl.int32)
         # The place of the oldest input that there is: before the request, if it goes on.
         oldest = -(WIDTH - 1) * tl.load(has_state_ptr + request).to(tl.int32)
-        block = tl.load(blocks_ptr + request).to(tl.int64)
+        block = tl.load(blocks_ptr + request * blocks_stride).to(tl.int64)
         dtype = x_ptr.dtype.element_ty
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
         real = channel < channels
@@ -160,6 +161,7 @@ if SUPPORTED is True:
         state_channel_stride,
         state_place_stride,
         blocks_ptr,
+        blocks_stride,
         out_ptr,
         channels,
         WIDTH: tl.constexpr,
@@ -173,7 +175,7 @@ if SUPPORTED is True:
             tl.extra.cuda.gdc_launch_dependents()
         request = tl.program_id(0).to(tl.int64)
         channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-        block = tl.load(blocks_ptr + request).to(tl.int64)
+        block = tl.load(blocks_ptr + request * blocks_stride).to(tl.int64)
         dtype = x_ptr.dtype.element_ty
         real = channel < channels
         out = out_ptr + request * channels + channel
@@ -238,6 +240,7 @@ def _causal_conv1d_fn(
         *conv_states.stride(),
         query_start_loc,
         cache_indices,
+        cache_indices.stride(0),
         has_initial_state.view(torch.uint8),
         out,
         num_reqs,
@@ -272,6 +275,7 @@ def _causal_conv1d_update(
         conv_state,
         *conv_state.stride(),
         conv_state_indices,
+        conv_state_indices.stride(0),
         out,
         channels,
         WIDTH=weight.shape[1],

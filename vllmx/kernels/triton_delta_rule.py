@@ -140,6 +140,7 @@ if SUPPORTED is True:
         state_ptr,
         state_block_stride,
         blocks_ptr,
+        blocks_stride,
         out_ptr,
         scale,
         epsilon,
@@ -157,7 +158,7 @@ if SUPPORTED is True:
         row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         head = tl.program_id(1)
         request = tl.program_id(2).to(tl.int64)
-        block = tl.load(blocks_ptr + request).to(tl.int64)
+        block = tl.load(blocks_ptr + request * blocks_stride).to(tl.int64)
         dtype = mixed_ptr.dtype.element_ty
         in_rows = row < VALUE_SIZE
         out = out_ptr + (request * VALUE_HEADS + head) * VALUE_SIZE + row
@@ -201,6 +202,7 @@ if SUPPORTED is True:
         state_ptr,
         state_block_stride,
         blocks_ptr,
+        blocks_stride,
         has_state_ptr,
         query_start_ptr,
         out_ptr,
@@ -216,7 +218,7 @@ if SUPPORTED is True:
         head = tl.program_id(1)
         request = tl.program_id(2)
         key_head = head // (VALUE_HEADS // KEY_HEADS)
-        block = tl.load(blocks_ptr + request).to(tl.int64)
+        block = tl.load(blocks_ptr + request * blocks_stride).to(tl.int64)
         # None of the state is read where the request begins.
         kept = KEY_SIZE * tl.load(has_state_ptr + request).to(tl.int32)
         begin = tl.load(query_start_ptr + request).to(tl.int64)
@@ -334,6 +336,7 @@ def _packed_decode(
         ssm_state,
         ssm_state.stride(0),
         ssm_state_indices,
+        ssm_state_indices.stride(0),
         out,
         scale,
         L2NORM_EPS,
@@ -369,6 +372,7 @@ def _recurrent_gated_delta_rule(
         ssm_state,
         ssm_state.stride(0),
         state_indices,
+        state_indices.stride(0),
         has_initial_state.view(torch.uint8),
         query_start_loc,
         out,

@@ -32,9 +32,6 @@ else:
 MAX_ROWS = 32
 """Rows of a launch; more are done in several."""
 ENOUGH_PROGRAMS = 128
-LARGE_WEIGHT = 16 << 20
-"""Elements of a matrix from which on one row waits for memory and not for launches."""
-LARGE_COLUMNS = 2048
 MAX_STEPS = 4
 """Tiles that a program goes through, one after another."""
 
@@ -192,12 +189,6 @@ def tiles_of(num_rows: int, num_outputs: int, num_inputs: int, gated: bool = Fal
     """The cut that was fastest on an H200, of those tried (reports/gpu/linear.md); `gated` has two
     tiles of weights at once."""
     whole = max(triton.next_power_of_2(num_inputs), 16)
-    if (
-        num_rows == 1
-        and num_outputs * num_inputs >= LARGE_WEIGHT
-        and not num_inputs % LARGE_COLUMNS
-    ):
-        return Tiles(16 if num_outputs <= 4096 else 8, LARGE_COLUMNS, 1)
     if num_rows == 1 and num_outputs < 2048 and whole <= (1024 if gated else 4096):
         # Whole rows of the matrix: nothing is left to be added up.
         return Tiles(8, whole, 1, warps=8)

@@ -2,12 +2,12 @@
 """A dense decoder's layers for a few tokens: norms, gates and residuals inside the linear kernels.
 
 The same layers, weights and cache as the model's own forward, in five launches a layer instead of
-nine. It serves batches of at most `max_tokens`, where launches weigh more than arithmetic.
+nine. It serves batches of at most `MAX_TOKENS`, where launches weigh more than arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,23 +17,22 @@ from vllmx.ir.op import REFERENCE
 from vllmx.ir.select import OpTable
 
 MAX_TOKENS = 32
-LARGE_WEIGHT_BYTES = 32 << 20
-"""From a matrix of this size on only a batch of one token is served: several wait for memory and
-not for launches, and cuBLAS is as fast (reports/gpu/linear.md)."""
+MAX_WEIGHT_BYTES = 32 << 20
+"""Largest matrix of a layer. What is larger waits for memory and not for launches, and cuBLAS is
+faster in the chain of layers: a token of an 8B model took 4.8 ms, 5.8 with this (an H200;
+reports/gpu/linear.md)."""
 OPS = ("linear_add", "rms_norm_linear", "rms_norm_gated_linear")
 
 
 class FusedDecoder:
     """Runs `layers` with the three fused ops; `of` says whether that can be."""
 
-    def __init__(self, layers: Sequence[Any], ops: OpTable) -> None:
+    def __init__(self, layers: Iterable[Any], ops: OpTable) -> None:
         impls = {name: ops.choose(name) for name in OPS}
         self.steps = [_steps_of(layer, impls) for layer in layers]
-        largest = max(linear.packed.nbytes for layer in layers for linear in _linears(layer))
-        self.max_tokens = MAX_TOKENS if largest < LARGE_WEIGHT_BYTES else 1
 
     @classmethod
-    def of(cls, layers: Sequence[Any], ops: OpTable) -> FusedDecoder | None:
+    def of(cls, layers: Iterable[Any], ops: OpTable) -> FusedDecoder | None:
         """None where an op has no provider but its definition, or a layer is not of this kind."""
         if ops.batch_invariant:
             return None  # its sums are cut by the number of tokens
@@ -56,19 +55,19 @@ class FusedDecoder:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Dense weights without biases, fused queries and keys, silu."""
+    """Dense weights without biases, none too large, fused queries and keys, silu."""
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
     return (
-        layer.self_attn.fused_qkv is not None
-        and layer.mlp.hidden_act in ("silu", "swish")
+        attention.fused_qkv is not None
+        and mlp.hidden_act in ("silu", "swish")
         and all(
-            linear.packed.dense is not None and not linear.has_bias for linear in _linears(layer)
+            linear.packed.dense is not None
+            and linear.packed.nbytes <= MAX_WEIGHT_BYTES
+            and not linear.has_bias
+            for linear in linears
         )
     )
-
-
-def _linears(layer: Any) -> tuple[Any, ...]:
-    attention, mlp = layer.self_attn, layer.mlp
-    return attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
 
 
 def _steps_of(layer: Any, impls: dict[str, Any]) -> tuple[Callable[..., Any], ...]:

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vllmx.exceptions import CheckpointError
-from vllmx.models.hf_dense import ALIASES, ALL_SLIDING, DENSE_DEFAULTS, SLIDING
+from vllmx.models.hf_dense import (
+    ALIASES,
+    ALL_SLIDING,
+    DENSE_DEFAULTS,
+    MINISTRAL3_DEFAULTS,
+    SLIDING,
+)
 from vllmx.models.hf_sparse import SPARSE_ALIASES, SPARSE_DEFAULTS
 
 if TYPE_CHECKING:
@@ -75,7 +81,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     **SPARSE_DEFAULTS,
     "llama": LLAMA_DEFAULTS,
     "mistral": LLAMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
-    "ministral3": LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
+    "ministral3": MINISTRAL3_DEFAULTS,
     "qwen2": QWEN_DEFAULTS,
     "qwen3": QWEN_DEFAULTS | {"head_dim": 128},
     "qwen3_next": QWEN3_NEXT_DEFAULTS
@@ -219,6 +225,8 @@ def _layer_types(config: HFConfig, layers: int) -> list[str]:
     if values.get("model_type") == "gemma3_text":
         period = values.get("_sliding_window_pattern") or values["sliding_window_pattern"]
         return [full if (i + 1) % period == 0 else sliding for i in range(layers)]
+    if values.get("model_type") == "cwm":
+        return [full if i % 4 == 0 else sliding for i in range(layers)]
     if values.get("sliding_window") is not None and values.get("model_type") in SLIDING:
         period = values.get("sliding_window_pattern") or SLIDING[values["model_type"]]
         if isinstance(period, str):  # one letter a layer: L for local

@@ -36,13 +36,40 @@ GLM = LLAMA_LIKE | {
     "partial_rotary_factor": 0.5,
 }
 GPT = COMMON | {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5}
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "apertus": LLAMA_LIKE | {"hidden_act": "xielu", "rms_norm_eps": 1e-5},
-    "arcee": LLAMA_LIKE | {"hidden_act": "relu2", "rms_norm_eps": 1e-5},
-    "cohere": COHERE | {"use_qk_norm": False},
+    "apertus": LLAMA_LIKE
+    | {
+        "hidden_act": "xielu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 65536,
+        "rope_parameters": LLAMA3_ROPE | {"rope_theta": 12000000.0, "factor": 8.0},
+    },
+    "arcee": LLAMA_LIKE
+    | {"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "cohere": COHERE | {"use_qk_norm": False, "rope_theta": 500000.0},
     "cohere2": COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4},
-    "cwm": LLAMA_LIKE | {"rms_norm_eps": 1e-5},
-    "ernie4_5": LLAMA_LIKE | {"rms_norm_eps": 1e-5, "use_bias": False, "head_dim": 128},
+    "cwm": LLAMA_LIKE
+    | {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "sliding_window": 8192,
+        "rope_parameters": LLAMA3_ROPE | {"rope_theta": 1000000.0, "factor": 16.0},
+    },
+    "ernie4_5": LLAMA_LIKE
+    | {
+        "rms_norm_eps": 1e-5,
+        "use_bias": False,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "rope_theta": 500000.0,
+    },
     "exaone4": LLAMA_LIKE | {"rms_norm_eps": 1e-5, "sliding_window_pattern": 4},
     "falcon": COMMON
     | {
@@ -83,7 +110,13 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 1.0,
     },
     "hunyuan_v1_dense": LLAMA_LIKE | {"rms_norm_eps": 1e-5},
-    "jais2": COMMON | {"hidden_act": "relu2", "layer_norm_eps": 1e-5},
+    "jais2": COMMON
+    | {
+        "hidden_act": "relu2",
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "attention_bias": True,
+    },
     "nemotron": COMMON
     | {
         "hidden_act": "relu2",
@@ -94,7 +127,7 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "olmo": COMMON | {"hidden_act": "silu", "clip_qkv": None},
     "olmo2": LLAMA_LIKE | {"rms_norm_eps": 1e-5},
-    "olmo3": LLAMA_LIKE | {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+    "olmo3": LLAMA_LIKE | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0},
     "opt": COMMON
     | {
         "hidden_act": "relu",
@@ -141,6 +174,22 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What transformers assumes, by model_type, for keys that a config.json may leave out."""
 
+MINISTRAL3_DEFAULTS = LLAMA_LIKE | {
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 262144,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
 _GPT_NAMES = {
     "hidden_size": "n_embd",
     "num_attention_heads": "n_head",

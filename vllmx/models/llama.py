@@ -17,7 +17,7 @@ from vllmx.config import VllmConfig
 from vllmx.ir.select import OpTable
 from vllmx.layers.activation import get_act_and_mul_fn
 from vllmx.layers.attention import Attention
-from vllmx.layers.fused_decoder import FusedDecoder
+from vllmx.layers.fused_decoder import MAX_TOKENS, FusedDecoder
 from vllmx.layers.fused_qkv import FusedQKV
 from vllmx.layers.layernorm import RMSNorm
 from vllmx.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -231,7 +231,7 @@ class LlamaModel(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions: int [T] -> hidden states [T, H]."""
         hidden_states, residual = self.embed(input_ids, positions), None
-        if self.few_tokens is not None and len(positions) <= self.few_tokens.max_tokens:
+        if self.few_tokens is not None and len(positions) <= MAX_TOKENS:
             return self.norm(self.few_tokens(positions, hidden_states))
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)

@@ -23,6 +23,9 @@ class Ministral3Attention(LlamaAttention):
 
     def __init__(self, config: HFConfig, **shared: Any) -> None:
         rope = config.rope_parameters
+        told = config.read("llama_4_scaling", dict, None)
+        if told is not None:  # the same in Mistral's own words
+            rope = {**told, "llama_4_scaling_beta": told["beta"]}
         self.beta = rope.get("llama_4_scaling_beta")
         self.original = rope.get("original_max_position_embeddings")
         super().__init__(config, **shared)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_WHITESPACE_PATTERN = r"[ \n\t\r]{0,40}"
-"""Whitespace between two parts of JSON, bounded so that an answer can't be nothing else."""
 CACHED_GRAMMARS = 256
 """Compiled grammars that are kept."""
 
@@ -62,7 +60,9 @@ class GuidanceBackend(StructuredOutputBackend):
         """See StructuredOutputBackend."""
         import llguidance
 
-        text = serialize_guidance_grammar(request_type, grammar_spec, self.json_options(options))
+        text = serialize_guidance_grammar(
+            request_type, grammar_spec, self.json_options(options), self.tokenizer
+        )
         with self._lock:
             matcher = self._compiled.get(text)
             if matcher is None:
@@ -139,8 +139,12 @@ def serialize_guidance_grammar(
     request_type: StructuredOutputOptions,
     grammar_spec: str,
     options: JSONOptions | None = None,
+    tokenizer: Any | None = None,
 ) -> str:
-    """The constraint as llguidance writes grammars. ValueError for what it can't."""
+    """The constraint as llguidance writes grammars. ValueError for what it can't.
+
+    With a `tokenizer`, triggers that are tokens of it are those tokens, and no text.
+    """
     import llguidance
 
     options = options or JSONOptions()
@@ -150,7 +154,11 @@ def serialize_guidance_grammar(
     if request_type == kind.JSON_OBJECT:
         return _json_grammar('{"type": "object"}', options)
     if request_type == kind.STRUCTURAL_TAG:
-        return llguidance.StructTag.to_grammar(_struct_tags(json.loads(grammar_spec), options))
+        tags = _struct_tags(json.loads(grammar_spec), options)
+        are_tokens = tokenizer is not None and any(
+            tokenizer.convert_tokens_to_ids(tag.trigger) is not None for tag in tags
+        )
+        return llguidance.StructTag.to_grammar(tags, assume_special=are_tokens)
     names: dict[Any, Any] = {kind.REGEX: "regex", kind.GRAMMAR: "grammar", kind.CHOICE: "choice"}
     return llguidance.grammar_from(names[request_type], grammar_spec)
 
@@ -160,10 +168,15 @@ def _json_grammar(schema: str, options: JSONOptions) -> str:
 
     if options.disable_additional_properties:
         schema = json.dumps(close_objects(json.loads(schema)), ensure_ascii=False)
-    settings: Any = {"whitespace_flexible": not options.disable_any_whitespace}
-    if not options.disable_any_whitespace:
-        settings["whitespace_pattern"] = options.whitespace_pattern or MAX_WHITESPACE_PATTERN
-    return LLMatcher.grammar_from_json_schema(schema, defaults=settings)
+    return LLMatcher.grammar_from_json_schema(schema, defaults=_settings(options))
+
+
+def _settings(options: JSONOptions) -> Any:
+    """How the library is to write JSON."""
+    settings: dict[str, Any] = {"whitespace_flexible": not options.disable_any_whitespace}
+    if options.whitespace_pattern is not None:
+        settings["whitespace_pattern"] = options.whitespace_pattern
+    return settings
 
 
 def _struct_tags(tag: Any, options: JSONOptions) -> list[Any]:
@@ -180,7 +193,12 @@ def _struct_tags(tag: Any, options: JSONOptions) -> list[Any]:
         trigger = next((t for t in triggers if begin.startswith(t)), None)
         if trigger is None:
             raise ValueError(f"Trigger {begin} not found in triggers {triggers}")
-        grammar = _json_grammar(json.dumps(item["schema"], ensure_ascii=False), options)
+        schema = item["schema"]
+        if not isinstance(schema, dict):
+            raise ValueError(f"the schema of tag {begin!r} must be an object")
+        if options.disable_additional_properties:
+            schema = close_objects(schema)
+        grammar = {**schema, "x-guidance": _settings(options)}
         tags.append(
             llguidance.StructTag(trigger=trigger, begin=begin, grammar=grammar, end=item["end"])
         )

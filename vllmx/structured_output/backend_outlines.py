@@ -155,8 +155,23 @@ def pattern_of(
     if request_type == kind.REGEX:
         return grammar_spec
     if request_type == kind.CHOICE:
-        return "(" + "|".join(escape(choice) for choice in json.loads(grammar_spec)) + ")"
+        return one_of(set(json.loads(grammar_spec)))
     raise ValueError(f"Invalid request type for Outlines backend ({request_type!s})")
+
+
+def one_of(texts: set[str]) -> str:
+    """A pattern of exactly `texts`, its branches told apart by their first characters: the library
+    never gets past a branch that has matched."""
+    by_first: dict[str, set[str]] = {}
+    for text in texts:
+        if text:
+            by_first.setdefault(text[0], set()).add(text[1:])
+    branches = []
+    for first, rests in sorted(by_first.items()):
+        whole = escape(first + next(iter(rests))) if len(rests) == 1 else None
+        branches.append(whole or escape(first) + one_of(rests))
+    pattern = "(" + "|".join(branches) + ")"
+    return pattern + "?" if "" in texts else pattern
 
 
 def escape(text: str) -> str:

@@ -51,10 +51,6 @@ class StructuredOutputManager:
         self._lock = Lock()
         self._grammar_bitmask: np.ndarray | None = None
         self._executor: ThreadPoolExecutor | None = None
-        # As in a group of engines that are launched together and must all do the same in a step.
-        self._use_async_grammar_compilation = (
-            vllm_config.parallel_config.distributed_executor_backend != "external_launcher"
-        )
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -70,7 +66,8 @@ class StructuredOutputManager:
         structured = request.structured_output_request
         if structured is None:
             return
-        if not self._use_async_grammar_compilation:
+        launched = self.vllm_config.parallel_config.distributed_executor_backend
+        if launched == "external_launcher":  # engines that must all do the same in a step
             structured.grammar = self._create_grammar(request)
             return
         with self._lock:
@@ -193,11 +190,13 @@ class StructuredOutputManager:
                 assert reasoner is not None
                 applies = reasoner.is_reasoning_end_streaming(history, [token])
             elif applies and not grammar.is_terminated():
-                accepted = grammar.accept_tokens(request.request_id, [token])
+                # A grammar that is told what it forbids may be of no use any more.
+                accepted = bool(grammar.validate_tokens([token]))
                 assert accepted or not drafted_under_grammar, (
                     f"{request.request_id}: draft {token} was not checked"
                 )
-                advanced += accepted
+                if accepted:
+                    advanced += grammar.accept_tokens(request.request_id, [token])
         self._fill_row(bitmask, row, grammar, bonus_applies or applies)
         if advanced:
             grammar.rollback(advanced)

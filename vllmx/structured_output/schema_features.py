@@ -217,6 +217,16 @@ def _is_of_type(value: Any, types: Any) -> bool:
     return False
 
 
+def texts_of(schema: Any) -> str:
+    """All that answers have to spell as `schema` does: names, values and patterns."""
+    found: list[Any] = []
+    for _, node in subschemas(schema):
+        if isinstance(node, dict):
+            found += [node.get(name) for name in ("const", "enum", "pattern", "required")]
+            found += [*node.get("properties", ())]
+    return str(found)
+
+
 def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, Any] | bool]]:
     """(JSON pointer, schema) of everything in `schema` that is a schema itself, outermost first."""
     waiting = [(path, schema)]

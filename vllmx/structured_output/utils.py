@@ -12,7 +12,7 @@ from typing import TypeVar
 
 Compiled = TypeVar("Compiled")
 
-REGEX_COMPILATION_TIMEOUT_S = 5.0
+VLLM_REGEX_COMPILATION_TIMEOUT_S = 5.0
 """Seconds that a regular expression may take to compile; 0 and less is no limit."""
 
 _LARK_TOKEN = re.compile(
@@ -24,12 +24,12 @@ _LARK_TOKEN = re.compile(
 
 
 def compile_regex_with_timeout(fn: Callable[[str], Compiled], pattern: str) -> Compiled:
-    """`fn(pattern)`, given up after REGEX_COMPILATION_TIMEOUT_S with a ValueError.
+    """`fn(pattern)`, given up after VLLM_REGEX_COMPILATION_TIMEOUT_S with a ValueError.
 
     A pattern with nested quantifiers may take a library for ever. The thread that has begun can't
     be stopped; it is left to itself, and keeps no process from ending.
     """
-    timeout = REGEX_COMPILATION_TIMEOUT_S
+    timeout = VLLM_REGEX_COMPILATION_TIMEOUT_S
     if timeout <= 0:
         return fn(pattern)
     result: Future[Compiled] = Future()
@@ -71,7 +71,8 @@ def _ebnf_string(text: str) -> str:
         if char in '"\\':
             written.append("\\" + char)
         elif char < " " or char == "\x7f":
-            written.append(f"\\x{ord(char):02x}")
+            # Not \x, which takes in the digits that follow.
+            written.append(f"\\u{ord(char):04x}")
         else:
             written.append(char)
     return f'"{"".join(written)}"'

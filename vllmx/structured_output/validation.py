@@ -24,6 +24,7 @@ from vllmx.structured_output.schema_features import (
     XGRAMMAR,
     SchemaSupport,
     misread_by_guidance,
+    texts_of,
     unsupported_feature,
 )
 from vllmx.structured_output.utils import (
@@ -217,6 +218,8 @@ def _check_enforcer(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, 
         )
     if kind == Kind.JSON:
         _check_schema(spec, ENFORCER)
+    if not (spec if kind != Kind.JSON else texts_of(json.loads(spec))).isascii():
+        raise ValueError("characters outside ASCII, which tokens may hold in part, are not taken")
     if kind == Kind.REGEX:
         compile_regex_with_timeout(lambda text: character_parser(kind, text, options), spec)
     else:

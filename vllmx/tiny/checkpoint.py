@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from vllmx.tiny.configs import config_of
+from vllmx.tiny.dense_tensors import LAYOUTS
 from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
 from vllmx.tiny.tensors import shapes
 from vllmx.tiny.tokenizer import tokenizer_files
@@ -49,9 +50,9 @@ def weight(name: str, tensor: str, shape: tuple[int, ...], less_one: bool) -> np
 
 def as_bfloat16(x: np.ndarray) -> np.ndarray:
     """x rounded to what bfloat16 holds, ties to even, still float32."""
-    bits = x.view(np.uint32)
+    bits = np.atleast_1d(x).view(np.uint32)
     even = (bits >> 16) & 1
-    return ((bits + 0x7FFF + even) & np.uint32(0xFFFF0000)).view(np.float32)
+    return ((bits + 0x7FFF + even) & np.uint32(0xFFFF0000)).view(np.float32).reshape(x.shape)
 
 
 def save(name: str, folder: Path) -> None:
@@ -64,8 +65,9 @@ def save(name: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {key: weight(name, key, shape, less_one) for key, shape in shapes(config).items()}
-    if "num_experts" in text or sparse:
-        # A provider that rounds weights to half precision must send tokens to the same experts.
+    if "num_experts" in text or sparse or text["model_type"] in LAYOUTS:
+        # A provider that rounds weights to half precision must send tokens to the same experts, and
+        # a model is judged by what it computes, not by what its weights lose.
         tensors = {key: as_bfloat16(tensor) for key, tensor in tensors.items()}
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
     for file, content in tokenizer_files(text["vocab_size"]).items():

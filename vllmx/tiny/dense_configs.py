@@ -98,7 +98,7 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             "intermediate_size": None,
             "num_key_value_heads": None,
             "num_kv_heads": 2,
-            "ffn_hidden_size": 192,
+            "ffn_hidden_size": 512,
             "layer_norm_epsilon": 1e-5,
             "activation": "gelu",
             "alibi": False,
@@ -176,7 +176,12 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
         {"rms_norm_eps": None, "norm_eps": 1e-5, "hidden_act": "relu2"},
     ),
     "tiny-olmo": _family(
-        "OlmoForCausalLM", "olmo", SILU, NO_HEAD_DIM, {"clip_qkv": 2.5, "pad_token_id": 0}
+        "OlmoForCausalLM",
+        "olmo",
+        SILU,
+        ALL_HEADS,
+        NO_HEAD_DIM,
+        {"clip_qkv": 2.5, "pad_token_id": 0},
     ),
     "tiny-olmo2": _family("Olmo2ForCausalLM", "olmo2", SILU, NO_HEAD_DIM, {"pad_token_id": 0}),
     "tiny-olmo3": _family(
@@ -246,6 +251,7 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
         {
             "hidden_act": "gelu_new",
             "layer_norm_eps": 1e-5,
+            "intermediate_size": 512,
             "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
         },
     ),

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`response_format` and `structured_outputs` over the real engine; its worker says letters."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from server.helpers import MODEL, client, error_of, post, strict_json
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "ok": {"type": "boolean"}},
+    "required": ["name", "ok"],
+    "additionalProperties": False,
+}
+COMPACT = {"structured_outputs": {"disable_any_whitespace": True}}
+MESSAGES = [{"role": "user", "content": "hi"}]
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f>"]}
+
+
+def ask(url: str, path: str, **body: Any) -> Any:
+    prompt = {"messages": MESSAGES} if path == CHATS else {"prompt": "ab"}
+    return post(url, path, {**prompt, "max_tokens": 60, **body})
+
+
+def text_of(response: Any) -> str:
+    assert response.status_code == 200, response.text
+    choice = strict_json(response.text)["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+def test_openai_client_gets_answers_in_the_form_that_it_asks_for(letters_url: str) -> None:
+    api = client(letters_url)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    asked = {"response_format": form, "max_tokens": 60, "extra_body": COMPACT}
+    answer = api.chat.completions.create(model=MODEL, messages=MESSAGES, **asked)
+    assert set(json.loads(answer.choices[0].message.content)) == {"name", "ok"}
+    chunks = api.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, **asked)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert set(json.loads(text)) == {"name", "ok"}
+    plain = api.chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=3, response_format={"type": "text"}
+    )
+    assert plain.choices[0].message.content.isalpha()
+    chosen = api.completions.create(
+        model=MODEL,
+        prompt="ab",
+        n=2,
+        extra_body={"structured_outputs": {"choice": ["x1", "y2"]}},
+    )
+    assert {choice.text for choice in chosen.choices} <= {"x1", "y2"}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_every_constraint_is_taken_by_both_routes(letters_url: str, path: str) -> None:
+    for asked, allowed in (
+        ({"regex": "[0-9]{3}"}, str.isdigit),
+        ({"choice": ["no", "yes"]}, {"no", "yes"}.__contains__),
+        ({"grammar": 'root ::= "q" [0-9]'}, lambda text: text[0] == "q" and text[1:].isdigit()),
+        (
+            {"json": json.dumps(SCHEMA), "disable_any_whitespace": True},
+            lambda text: json.loads(text)["ok"] in (True, False) and " " not in text,
+        ),
+    ):
+        assert allowed(text_of(ask(letters_url, path, structured_outputs=asked)))
+    tagged = ask(letters_url, path, response_format={"type": "structural_tag", **TAG})
+    assert tagged.status_code == 200 and strict_json(tagged.text)["choices"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("guided_json", "json"),
+        ("guided_regex", "regex"),
+        ("guided_choice", "choice"),
+        ("guided_grammar", "grammar"),
+        ("guided_whitespace_pattern", "whitespace_pattern"),
+    ],
+)
+def test_older_names_are_refused_with_the_new_one(
+    letters_url: str, path: str, old: str, new: str
+) -> None:
+    error = error_of(ask(letters_url, path, **{old: "a"}), 400)
+    assert error["param"] == old and f"`structured_outputs` with `{new}`" in error["message"]
+
+
+def test_a_backend_is_no_affair_of_a_request(letters_url: str) -> None:
+    error = error_of(ask(letters_url, CHATS, guided_decoding_backend="outlines"), 400)
+    assert "--structured-outputs-config" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format", "'json_schema' field"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format",
+            "'schema' of 'json_schema'",
+        ),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "needs a `format`"),
+        (
+            {"response_format": {"type": "structural_tag", "structures": []}},
+            "response_format",
+            "need `triggers`",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", **TAG, "structures": [{"begin": "a"}]}},
+            "response_format",
+            "needs `begin`, `schema` and `end`",
+        ),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs", "it is not JSON"),
+        ({"structured_outputs": {"structural_tag": "[]"}}, "structured_outputs", "JSON object"),
+        ({"structured_outputs": {}}, "structured_outputs", "none are specified"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "no field 'regexp'"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs",
+            "multiple are specified",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+            "have one each",
+        ),
+        ({"structured_outputs": {"json": {"contains": {}}}}, "structured_outputs", "'contains'"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs", "must be True"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "cannot be enforced"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "strings"),
+    ],
+    ids=str,
+)
+def test_constraints_that_are_none_answer_400_with_what_is_wrong(
+    letters_url: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    for path in (COMPLETIONS, CHATS):
+        error = error_of(ask(letters_url, path, **body), 400)
+        assert error["param"] == param and words in error["message"]
+    assert text_of(ask(letters_url, COMPLETIONS, structured_outputs={"choice": ["a"]})) == "a"

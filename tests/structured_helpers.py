@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backends of structured output over a tokenizer of 400 tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from front_helpers import byte_level_tokenizer, vllm_config
+
+from vllmx.config import SpeculativeConfig
+from vllmx.reasoning import ReasoningParser
+from vllmx.structured_output.backend_guidance import GuidanceBackend
+from vllmx.structured_output.backend_lm_format_enforcer import LMFormatEnforcerBackend
+from vllmx.structured_output.backend_outlines import OutlinesBackend
+from vllmx.structured_output.backend_types import (
+    JSONOptions,
+    StructuredOutputBackend,
+    StructuredOutputGrammar,
+    StructuredOutputOptions,
+)
+from vllmx.structured_output.backend_xgrammar import XgrammarBackend
+
+VOCAB = 416
+BACKENDS = {
+    "xgrammar": XgrammarBackend,
+    "guidance": GuidanceBackend,
+    "outlines": OutlinesBackend,
+    "lm-format-enforcer": LMFormatEnforcerBackend,
+}
+TOKENIZER = byte_level_tokenizer()
+END = TOKENIZER.eos_token_id
+Kind = StructuredOutputOptions
+
+
+def config(drafts: int = 0, **settings: Any) -> Any:
+    made = vllm_config(vocab_size=VOCAB, **settings)
+    if drafts:
+        made.speculative_config = SpeculativeConfig(drafts, model="ngram")
+    return made
+
+
+@cache
+def backend(name: str, drafts: int = 0) -> StructuredOutputBackend:
+    if name == "lm-format-enforcer":
+        drafts = 0
+    return BACKENDS[name](config(drafts), TOKENIZER, VOCAB)
+
+
+def compiled(name: str, kind: Kind, spec: str, **options: Any) -> StructuredOutputGrammar:
+    return backend(name).compile_grammar(kind, spec, JSONOptions(**options))
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def allowed(grammar: StructuredOutputGrammar) -> set[int]:
+    """The tokens that a grammar's bitmask lets through."""
+    bitmask = np.zeros((2, VOCAB // 32), dtype=np.int32)
+    grammar.fill_bitmask(bitmask, 1)
+    assert not bitmask[0].any()
+    return set(np.flatnonzero(np.unpackbits(bitmask[1].view(np.uint8), bitorder="little")))
+
+
+def matches(grammar: StructuredOutputGrammar, text: str) -> bool:
+    """Whether `text` and the end are allowed, by the bitmask of every step; goes on by them."""
+    for token in [*ids(text), END]:
+        if token not in allowed(grammar):
+            assert grammar.validate_tokens([token]) == []
+            return False
+        assert grammar.accept_tokens("r", [token])
+    assert grammar.is_terminated()
+    return True
+
+
+THINK_END = ids("x")[0]
+
+
+class EndsAtX(ReasoningParser):
+    """Reasoning ends with an x."""
+
+    def is_reasoning_end(self, input_ids):
+        return THINK_END in input_ids
+
+    def is_reasoning_end_streaming(self, input_ids, delta_ids):
+        return THINK_END in delta_ids

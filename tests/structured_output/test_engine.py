@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Constrained requests through the whole engine; the worker prefers nonsense to what is allowed."""
+
+import asyncio
+import json
+import re
+
+import pytest
+from front_helpers import make_async_llm, make_llm
+from structured_helpers import END, THINK_END, TOKENIZER, VOCAB, EndsAtX, config, ids
+
+from vllmx import SamplingParams
+from vllmx.engine import input_processor
+from vllmx.exceptions import EngineGenerateError, VLLMValidationError
+from vllmx.sampling_params import StructuredOutputsParams
+from vllmx.structured_output import manager as manager_module
+from vllmx.structured_output import validation
+from vllmx.structured_output.backend_guidance import GuidanceBackend
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "string", "maxLength": 6}, "b": {"enum": [1, None]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+KINDS = {
+    "json": (SCHEMA, lambda text: set(json.loads(text)) == {"a", "b"}),
+    "json_object": (True, lambda text: isinstance(json.loads(text), dict)),
+    "regex": ("[0-9]{3,5}", lambda text: re.fullmatch("[0-9]{3,5}", text)),
+    "choice": (["yes", "no", "St. John"], lambda text: text in ("yes", "no", "St. John")),
+    "grammar": ('start: "hello" " "+ name\nname: "you" | "me"', lambda text: text[:6] == "hello "),
+}
+
+
+def script(req_id: str, position: int) -> int:
+    """Anything, signs of JSON now and then: what is allowed is found from there."""
+    if position % 3 == 0:
+        return ids('"}:1')[position // 3 % 4]
+    return (sum(map(ord, req_id)) * 31 + position * 7919) % VOCAB
+
+
+@pytest.fixture(autouse=True)
+def _the_tokenizer(monkeypatch) -> None:
+    found = property(lambda self: TOKENIZER)
+    monkeypatch.setattr(manager_module.StructuredOutputManager, "tokenizer", found)
+
+
+def engine(monkeypatch, **settings):
+    settings = {"worker__check": True, "structured_outputs__backend": "guidance", **settings}
+    return make_llm(monkeypatch, TOKENIZER, config(script=script, **settings))
+
+
+def generate(llm, params, count: int = 1, prompt: str = "hello world"):
+    prompts = [f"{prompt} {i}" for i in range(count)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [answer for output in outputs for answer in output.outputs]
+
+
+def constrained(kind: str, **params):
+    given = StructuredOutputsParams(**{kind: KINDS[kind][0]})
+    return SamplingParams(structured_outputs=given, **{"max_tokens": 120, **params})
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["steps", "async"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_answer_is_a_member_of_its_language(monkeypatch, kind, is_async) -> None:
+    backend = "xgrammar" if kind == "grammar" else "guidance"
+    settings = {"scheduler__async_scheduling": is_async, "structured_outputs__backend": backend}
+    llm = engine(monkeypatch, **settings)
+    answers = generate(llm, constrained(kind, n=2), count=3)
+    assert len(answers) == 6
+    for answer in answers:
+        assert answer.finish_reason == "stop" and KINDS[kind][1](answer.text), answer.text
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["steps", "async"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheduler__max_num_batched_tokens": 8, "scheduler__max_num_seqs": 8},
+        {"cache__num_gpu_blocks_override": 22, "cache__block_size": 4, "max_model_len": 80},
+        {"cache__enable_prefix_caching": False},
+    ],
+    ids=["chunks", "preemption", "uncached"],
+)
+def test_grammars_hold_through_chunks_preemption_and_beside_free_requests(
+    monkeypatch, settings, is_async
+) -> None:
+    settings["scheduler__async_scheduling"] = is_async
+    llm = engine(monkeypatch, **settings)
+    free = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = [constrained("json"), free, constrained("regex"), free, constrained("json")]
+    prompts = [f"the quick brown fox jumps over {i}" for i in range(5)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    answers = [output.outputs[0] for output in outputs]
+    for i, kind in ((0, "json"), (2, "regex"), (4, "json")):
+        assert KINDS[kind][1](answers[i].text), answers[i].text
+    assert len(answers[1].token_ids) == len(answers[3].token_ids) == 30
+    again = llm.generate(prompts, params, use_tqdm=False)
+    assert KINDS["json"][1](again[0].outputs[0].text)
+
+
+def test_an_answer_ends_with_its_grammar_whatever_else_the_request_says(monkeypatch) -> None:
+    llm = engine(monkeypatch)
+    for more in ({"ignore_eos": True}, {"min_tokens": 50}):
+        answer = generate(llm, constrained("choice", **more))[0]
+        assert answer.text in KINDS["choice"][0] and answer.finish_reason == "stop"
+        assert answer.token_ids[-1] == END
+
+
+def test_stop_strings_and_lengths_end_an_answer_before_its_grammar(monkeypatch) -> None:
+    llm = engine(monkeypatch)
+    regex = StructuredOutputsParams(regex="[0-9]{40}")
+    cut = generate(llm, SamplingParams(structured_outputs=regex, max_tokens=7))[0]
+    assert cut.finish_reason == "length" and re.fullmatch("[0-9]{7}", cut.text)
+    one = cut.text[2:4]
+    stopped = generate(
+        llm, SamplingParams(structured_outputs=regex, max_tokens=60, stop=list("0123456789"))
+    )
+    assert stopped[0].finish_reason == "stop" and stopped[0].text == "" and one
+
+
+def test_parameters_may_be_shared_and_are_looked_at_once(monkeypatch) -> None:
+    llm = engine(monkeypatch)
+    params = constrained("json")
+    checked = []
+    check = validation._check_guidance
+    monkeypatch.setitem(
+        validation._CHECKS, "guidance", lambda *args: checked.append(args) or check(*args)
+    )
+    validation._choose.cache_clear()
+    generate(llm, params, count=4)
+    assert len(checked) == 1 and params.structured_outputs._backend is None
+
+
+def test_a_grammar_that_fails_to_compile_ends_its_request_alone(monkeypatch, caplog) -> None:
+    compile_grammar = GuidanceBackend.compile_grammar
+
+    def fail(self, kind, spec, options=None):
+        if spec == "broken":
+            raise RuntimeError("the library gave up")
+        return compile_grammar(self, kind, spec, options)
+
+    monkeypatch.setattr(GuidanceBackend, "compile_grammar", fail)
+    llm = engine(monkeypatch)
+    broken = SamplingParams(structured_outputs=StructuredOutputsParams(regex="broken"))
+    outputs = llm.generate(["a", "b", "c"], [broken, constrained("regex"), broken], use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["error", "stop", "error"]
+    assert KINDS["regex"][1](outputs[1].outputs[0].text)
+    assert "the library gave up" in caplog.text
+    assert generate(llm, constrained("choice"))[0].text in KINDS["choice"][0]
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_what_cannot_be_enforced_never_reaches_the_engine(monkeypatch) -> None:
+    llm = engine(monkeypatch)
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(json={"contains": {}}))
+    with pytest.raises(VLLMValidationError, match="contains"):
+        generate(llm, bad)
+    assert generate(llm, constrained("choice"))[0].finish_reason == "stop"
+
+
+def test_reasoning_goes_on_freely_until_it_ends(monkeypatch) -> None:
+    def thinking(req_id: str, position: int) -> int:
+        return THINK_END if position == start + 5 else ids("q")[0]
+
+    start = len(ids("hello world 0"))
+    llm = make_llm(
+        monkeypatch, TOKENIZER, config(script=thinking, structured_outputs__backend="guidance")
+    )
+    llm.llm_engine.engine_core.engine_core.structured_output_manager.reasoner_cls = EndsAtX
+    answer = generate(llm, constrained("regex"))[0]
+    thought, _, content = answer.text.partition("x")
+    assert thought == "qqqqq" and KINDS["regex"][1](content)
+
+
+def test_a_server_validates_beside_its_loop_and_streams_the_answer(monkeypatch) -> None:
+    async def main() -> None:
+        made = config(script=script, structured_outputs__backend="guidance")
+        llm = make_async_llm(monkeypatch, TOKENIZER, made)
+        threads = []
+        validate = input_processor.InputProcessor.validate_structured_outputs
+
+        def note(self, params):
+            try:
+                asyncio.get_running_loop()
+                threads.append("loop")
+            except RuntimeError:
+                threads.append("beside")
+            return validate(self, params)
+
+        monkeypatch.setattr(input_processor.InputProcessor, "validate_structured_outputs", note)
+        try:
+            final = None
+            async for output in llm.generate("hello", constrained("json"), "r"):
+                final = output
+            assert KINDS["json"][1](final.outputs[0].text)
+            bad = SamplingParams(structured_outputs=StructuredOutputsParams(json={"not": {}}))
+            with pytest.raises((VLLMValidationError, EngineGenerateError), match="not"):
+                async for _ in llm.generate("hello", bad, "s"):
+                    pass
+        finally:
+            llm.shutdown()
+        assert threads == ["beside", "loop", "beside"]
+
+    asyncio.run(main())

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who enforces a constraint, and what is said where nobody can."""
+
+import copy
+import json
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from vllmx.config import StructuredOutputsConfig
+from vllmx.exceptions import UserError, VLLMValidationError
+from vllmx.sampling_params import SamplingParams, StructuredOutputsParams
+from vllmx.structured_output import utils
+from vllmx.structured_output.utils import (
+    choice_as_grammar,
+    compile_regex_with_timeout,
+    convert_lark_to_ebnf,
+    grammar_is_likely_lark,
+)
+from vllmx.structured_output.validation import validate_structured_outputs
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+NAMES = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
+
+
+def validate(params: StructuredOutputsParams, backend: str = "auto", **settings):
+    sampling = SamplingParams(structured_outputs=params)
+    config = StructuredOutputsConfig(backend=backend, **settings)
+    validate_structured_outputs(sampling, SimpleNamespace(), config, object())
+    return sampling.structured_outputs
+
+
+def refusal(params: StructuredOutputsParams, backend: str = "auto") -> str:
+    with pytest.raises(VLLMValidationError) as caught:
+        validate(params, backend)
+    assert caught.value.parameter == "structured_outputs"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "backend"),
+    [
+        ({"json": OBJECT}, "xgrammar"),
+        ({"json": json.dumps(OBJECT)}, "xgrammar"),
+        ({"json_object": True}, "xgrammar"),
+        ({"regex": "[0-9]+"}, "xgrammar"),
+        ({"choice": ["a", "b"]}, "xgrammar"),
+        ({"grammar": 'root ::= "a"'}, "xgrammar"),
+        ({"grammar": 'start: "a" | "b"'}, "xgrammar"),
+        ({"grammar": "start: /[ab]+/"}, "guidance"),
+        ({"json": {"type": "integer", "multipleOf": 3}}, "guidance"),
+        ({"json": {"type": "string", "pattern": "^a+$", "maxLength": 3}}, "guidance"),
+        ({"json": {"patternProperties": {"^a": {"type": "integer"}}}}, "guidance"),
+        ({"json": OBJECT, "whitespace_pattern": "[ ]?"}, "guidance"),
+    ],
+    ids=str,
+)
+def test_auto_asks_one_library_after_the_other(constraint: dict, backend: str) -> None:
+    chosen = validate(StructuredOutputsParams(**constraint))
+    assert chosen._backend == backend and chosen._backend_was_auto
+
+
+def test_parameters_of_the_caller_stay_as_they_are_and_may_be_used_again() -> None:
+    params = StructuredOutputsParams(choice=["a", "b"])
+    before = copy.deepcopy(params)
+    chosen = validate(params)
+    assert params == before and chosen.choice is None and chosen.grammar == 'root ::= "a" | "b"'
+    assert validate(chosen)._backend == "xgrammar"
+
+
+def test_a_request_does_not_choose_the_backend() -> None:
+    params = StructuredOutputsParams(regex="a")
+    params._backend = "outlines"
+    assert "'outlines', but vLLM was initialised with 'auto'" in refusal(params)
+    assert validate(params, "outlines")._backend == "outlines"
+
+
+@pytest.mark.parametrize("keyword", ["contains", "not", "if", "dependentSchemas", "oneOf"])
+@pytest.mark.parametrize("place", ["top", "items", "property", "anyOf"])
+def test_what_no_library_enforces_is_refused_with_its_name(keyword: str, place: str) -> None:
+    value = {"contains": {"const": 1}, "not": {"const": 1}, "if": {"const": 1}}.get(keyword)
+    if keyword == "dependentSchemas":
+        value = {"a": {"required": ["b"]}}
+    if keyword == "oneOf":
+        value = [{"minimum": 1}, {"maximum": 5}]
+    inner = {keyword: value, **({"then": {"const": 2}} if keyword == "if" else {})}
+    schema = {
+        "top": inner,
+        "items": {"type": "array", "items": inner},
+        "property": {"type": "object", "properties": {"p": inner}, "required": ["p"]},
+        "anyOf": {"anyOf": [{"type": "null"}, inner]},
+    }[place]
+    for backend in ("auto", *NAMES):
+        message = refusal(StructuredOutputsParams(json=schema), backend)
+        assert keyword in message and "cannot be enforced" in message
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        ({"choice": []}, "cannot be an empty list"),
+        ({"choice": [""]}, "strings that are not empty"),
+        ({"choice": "ab"}, "cannot be an empty list"),
+        ({"json": ""}, "json cannot be an empty string"),
+        ({"json": "{"}, "Invalid JSON grammar specification"),
+        ({"json": "3"}, "a JSON schema is an object or a boolean"),
+        ({"json": 3}, "is of type int"),
+        ({"regex": " "}, "regex cannot be an empty string"),
+        ({"regex": "("}, "xgrammar: "),
+        ({"grammar": "  "}, "grammar cannot be an empty string"),
+        ({"grammar": "root ::= other"}, "Invalid grammar specification"),
+        ({"json_object": False}, "json_object must be True"),
+        ({"structural_tag": "{}"}, "Invalid structural tag specification"),
+        ({"structural_tag": "nonsense"}, "Invalid structural tag specification"),
+    ],
+    ids=str,
+)
+def test_malformed_constraints_are_refused_in_words(constraint: dict, words: str) -> None:
+    assert words in refusal(StructuredOutputsParams(**constraint))
+
+
+def test_without_a_tokenizer_nothing_can_be_constrained() -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
+    with pytest.raises(VLLMValidationError, match="skip_tokenizer_init"):
+        validate_structured_outputs(params, SimpleNamespace(), StructuredOutputsConfig(), None)
+
+
+@pytest.mark.parametrize("backend", ["outlines", "lm-format-enforcer"])
+def test_two_libraries_have_no_grammars_and_no_compact_json(backend: str) -> None:
+    assert "grammar spec" in refusal(StructuredOutputsParams(grammar='root ::= "a"'), backend)
+    assert "grammar spec" in refusal(StructuredOutputsParams(structural_tag='{"a": 1}'), backend)
+    compact = StructuredOutputsParams(json=OBJECT, disable_any_whitespace=True)
+    assert "disable_any_whitespace is only supported" in refusal(compact, backend)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"(a)\1", "(?=a)b", r"\ba", "^a", "(^a|b)", "(?:a*|^b)", "a(?!b)"]
+)
+def test_outlines_refuses_patterns_that_need_more_than_an_automaton(pattern: str) -> None:
+    assert refusal(StructuredOutputsParams(regex=pattern), "outlines")
+    assert validate(StructuredOutputsParams(regex="a(b|c)*$"), "outlines")
+
+
+def test_enforcer_takes_no_characters_that_tokens_hold_in_part() -> None:
+    name = "lm-format-enforcer"
+    assert "ASCII" in refusal(StructuredOutputsParams(choice=["да"]), name)
+    assert "ASCII" in refusal(StructuredOutputsParams(json={"enum": ["é"]}), name)
+    noted = {"type": "string", "description": "é"}
+    assert validate(StructuredOutputsParams(json=noted), name)
+
+
+def test_settings_of_the_server_hold_for_its_requests() -> None:
+    params = StructuredOutputsParams(json=OBJECT)
+    assert validate(params, "xgrammar", disable_any_whitespace=True).disable_any_whitespace
+    chosen = validate(params, "guidance", disable_additional_properties=True)
+    assert chosen.disable_additional_properties and not params.disable_additional_properties
+    with pytest.raises(UserError, match="disable_any_whitespace is only supported"):
+        StructuredOutputsConfig(backend="outlines", disable_any_whitespace=True)
+    with pytest.raises(UserError, match="only supported for the guidance"):
+        StructuredOutputsConfig(disable_additional_properties=True)
+
+
+def test_lark_becomes_ebnf() -> None:
+    lark = """
+    // a comment
+    start: greeting " " name   # another
+    greeting: "hello" | 'say "hi"'
+        | other~2..3
+    ?other: ("x" | [a-z])+
+    name: "Jo"*
+    """
+    assert convert_lark_to_ebnf(lark).split("\n") == [
+        "root ::= start",
+        'start ::= greeting " " name',
+        'greeting ::= "hello" | "say \\"hi\\"" | other {2, 3}',
+        'other ::= ( "x" | [a-z] ) +',
+        'name ::= "Jo" *',
+    ]
+    assert grammar_is_likely_lark(lark) and not grammar_is_likely_lark('root ::= "a"')
+    assert not grammar_is_likely_lark("")
+
+
+@pytest.mark.parametrize(
+    ("lark", "words"),
+    [
+        ('start: "a', "Mismatched quotes in rule 'start' on line 1"),
+        ("start: a b", "Referenced rules are not defined: a, b"),
+        ('| "a"', "without a preceding rule definition"),
+        ("just words", "No valid rules found in grammar"),
+        ("// nothing", "No valid rules found in grammar"),
+        ("", "Grammar string cannot be empty"),
+        ("start: /a+/", "cannot be written in EBNF"),
+        ("%import common.WS", "cannot be written in EBNF"),
+        (3, "Grammar must be a string"),
+    ],
+)
+def test_lark_that_cannot_be_ebnf_says_why(lark, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        convert_lark_to_ebnf(lark)
+
+
+def test_choices_are_escaped_in_ebnf() -> None:
+    assert choice_as_grammar(['a"', "\\", "\nb"]) == 'root ::= "a\\"" | "\\\\" | "\\u000ab"'
+
+
+def test_a_pattern_that_takes_for_ever_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr(utils, "VLLM_REGEX_COMPILATION_TIMEOUT_S", 0.02)
+    with pytest.raises(ValueError, match=r"timed out after 0.02s.*\(a\+\)\+"):
+        compile_regex_with_timeout(lambda pattern: time.sleep(0.3), "(a+)+")
+    with pytest.raises(KeyError):
+        compile_regex_with_timeout(lambda pattern: {}[pattern], "a")
+    monkeypatch.setattr(utils, "VLLM_REGEX_COMPILATION_TIMEOUT_S", 0)
+    assert compile_regex_with_timeout(lambda pattern: "done", "a") == "done"
+
+
+WORDS = [
+    "type",
+    "string",
+    "object",
+    "array",
+    "properties",
+    "items",
+    "enum",
+    "$ref",
+    "#",
+    "#/$defs/a",
+]
+WORDS += ["required", "pattern", "(", "^a*", "minimum", "maxLength", "anyOf", "allOf", "$defs"]
+WORDS += ["const", "additionalProperties", "prefixItems", "format", "date", "\ud83d", "", "a"]
+
+
+def nonsense(rng: random.Random, depth: int = 0):
+    kind = rng.randrange(8 if depth < 4 else 5)
+    if kind < 2:
+        return rng.choice(WORDS)
+    if kind < 5:
+        return rng.choice([None, True, False, -1, 0, 3, 1e300, 2.5, [], {}, 10**30])
+    if kind == 5:
+        return [nonsense(rng, depth + 1) for _ in range(rng.randrange(3))]
+    return {rng.choice(WORDS): nonsense(rng, depth + 1) for _ in range(rng.randrange(4))}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nonsense_is_refused_or_taken_and_never_raises_anything_else(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(25):
+        value = nonsense(rng)
+        name = rng.choice(["json", "regex", "choice", "grammar", "structural_tag"])
+        if name == "json" and not isinstance(value, (dict, str)):
+            value = {"type": value}
+        if name in ("regex", "grammar", "structural_tag") and rng.random() < 0.8:
+            value = (
+                json.dumps(value)
+                if name != "regex"
+                else "".join(rng.choices("a(|)*+[]\\{}?1", k=6))
+            )
+        if value is None:
+            continue
+        try:
+            validate(StructuredOutputsParams(**{name: value}), rng.choice(["auto", *NAMES]))
+        except VLLMValidationError as error:
+            assert str(error)
+
+
+def test_schemas_nested_beyond_measure_are_refused_or_taken() -> None:
+    for depth in (50, 3000):
+        schema: dict = {"type": "integer"}
+        for _ in range(depth):
+            schema = {"type": "array", "items": schema}
+        text = '{"type": "array", "items": ' * depth + '{"type": "integer"}' + "}" * depth
+        for backend in NAMES[:2]:
+            try:
+                validate(StructuredOutputsParams(json=text), backend)
+            except VLLMValidationError as error:
+                assert depth > 100 and str(error)
