@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from oracles.model_job import Answer, Job, main
+from oracles.model_job import Answer, Job, main, stack_of
 
 
 def available() -> Literal[True] | str:
@@ -76,7 +76,7 @@ def _stream(model: Any, sequence: list[int]) -> list[np.ndarray]:
     def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
         seen.append(output[0] if isinstance(output, tuple) else output)
 
-    layers = model.model.layers
+    layers = stack_of(model)
     handles = [layers[0].register_forward_pre_hook(before, with_kwargs=True)]
     handles += [layer.register_forward_hook(after) for layer in layers]
     model(torch.tensor([sequence]))

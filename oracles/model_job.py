@@ -89,6 +89,12 @@ class Answer:
         return {**found, **taps}
 
 
+def stack_of(model: Any) -> Any:
+    """The decoder layers of a model, whatever they are called: its longest list of modules."""
+    lists = [m for m in model.modules() if type(m).__name__ == "ModuleList"]
+    return max(lists, key=len)
+
+
 def main(
     name: str,
     available: Callable[[], Literal[True] | str],

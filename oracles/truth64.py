@@ -20,12 +20,18 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import save_file
 
-from oracles import truth64_gdn, truth64_moe, truth64_ops, truth64_sampler
+from oracles import (
+    truth64_activation,
+    truth64_gdn,
+    truth64_moe,
+    truth64_ops,
+    truth64_sampler,
+)
 
 VERSION = "1"
 LANE, NARROW = "float64", "float32"
 TRUTH = truth64_ops.TRUTH
-for _sibling in (truth64_gdn, truth64_moe, truth64_sampler):
+for _sibling in (truth64_activation, truth64_gdn, truth64_moe, truth64_sampler):
     assert _sibling.TRUTH is TRUTH, f"the formulas of {_sibling.__name__} are in another table"
 STORED = {
     "F64": "<f8",

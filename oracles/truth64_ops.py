@@ -212,8 +212,9 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: np.ndarray | None = None,
 ) -> Outputs:
-    """out: token by token and head by head, each over the keys it sees."""
+    """out: token by token and head by head, each over the keys it sees and the head's sink."""
     out = np.empty_like(query)
     group = query.shape[1] // key_cache.shape[2]
     block_size = key_cache.shape[1]
@@ -230,8 +231,10 @@ def paged_attention(
                 score = seen @ query[place, head] * scale
                 if soft_cap is not None:
                     score = soft_cap * np.tanh(score / soft_cap)
-                weight = np.exp(score - score.max())
-                weight /= weight.sum()
+                sink = -np.inf if sinks is None else sinks[head]
+                best = max(score.max(), sink)
+                weight = np.exp(score - best)
+                weight /= weight.sum() + np.exp(sink - best)
                 out[place, head] = weight @ values[oldest : newest + 1, head // group]
     return {"out": out}
 
@@ -274,12 +277,37 @@ def qk_norm_rope_decode(
     return {"out": out, **made}
 
 
+def _scaled_otherwise(
+    parameters: dict[str, Any], wave: np.ndarray, max_position: int
+) -> tuple[np.ndarray, float]:
+    """Waves and their factor of the kinds that change the base, or each wave by its own number."""
+    dim, factor = 2 * len(wave), parameters.get("factor", 1.0)
+    if parameters["rope_type"] == "longrope":
+        original = parameters["original_max_position_embeddings"]
+        kind = "long" if parameters["max_model_len"] > original else "short"
+        grown = math.sqrt(1 + math.log(max_position / original) / math.log(original))
+        told = parameters.get(f"{kind}_mscale", grown)
+        return wave / np.array(parameters[f"{kind}_factor"]), told
+    if parameters.get("mixed_b") is not None:
+        steps = (np.arange(1, dim // 2 + 1) / (dim / 2)) ** parameters["mixed_b"]
+        return wave / factor**steps, 1.0
+    rest = 1.0
+    if parameters["rope_type"] == "ntk":
+        base, rest = factor, factor ** (2 / dim)
+    else:
+        trained = parameters.get("max_trained_positions", max_position)
+        grown = parameters.get("alpha", factor * max_position / trained - (factor - 1))
+        base = grown ** (dim / (dim - 2))
+    return wave * base ** (-np.arange(0, dim, 2) / dim) / rest, 1.0
+
+
 @truth
 def rope_table(
     head_size: int, max_position: int, rope_parameters: dict[str, Any], rows: np.ndarray
 ) -> Outputs:
     """out: cosines, then sines, of the given positions."""
-    dim = int(head_size * rope_parameters.get("partial_rotary_factor", 1.0))
+    read = rope_parameters.get
+    dim = read("rope_dim") or int(head_size * read("partial_rotary_factor", 1.0))
     wave = rope_parameters["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
     factor, kind = rope_parameters.get("factor", 1.0), rope_parameters["rope_type"]
     original, scale = rope_parameters.get("original_max_position_embeddings", 0), 1.0
@@ -293,9 +321,17 @@ def rope_table(
         # Elements that turn 32 times or more within the original context stay, those that turn
         # once or less are stretched.
         base = math.log(rope_parameters["rope_theta"])
-        at = [dim * math.log(original / (2 * math.pi * turns)) / (2 * base) for turns in (32, 1)]
-        low, high = max(math.floor(at[0]), 0), min(math.ceil(at[1]), dim - 1)
+        turns = (read("beta_fast", 32), read("beta_slow", 1))
+        at = [dim * math.log(original / (2 * math.pi * turn)) / (2 * base) for turn in turns]
+        if read("truncate", True):
+            at = [math.floor(at[0]), math.ceil(at[1])]
+        low, high = max(at[0], 0), min(at[1], dim - 1)
         ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
-        wave, scale = wave / factor * ramp + wave * (1 - ramp), 0.1 * math.log(factor) + 1.0
+        kept = (1 - ramp) * read("extrapolation_factor", 1.0)
+        wave, scale = wave / factor * (1 - kept) + wave * kept, read("attn_factor", 1.0)
+        if read("apply_yarn_scaling", True):
+            scale *= 0.1 * math.log(factor) + 1.0
+    elif kind in ("longrope", "dynamic", "ntk"):
+        wave, scale = _scaled_otherwise(rope_parameters, wave, max_position)
     angles = rows[:, None] * wave
     return {"out": np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * scale}

@@ -146,6 +146,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensors:
     """FlashAttention over the paged cache, as the backend of that name calls it."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
@@ -167,6 +168,7 @@ def paged_attention(
         softcap=soft_cap or 0.0,
         block_table=block_table,
         out=out,
+        s_aux=sinks,
         fa_version=3 if torch.cuda.get_device_capability()[0] == 9 else 2,
     )
     return {"out": out}

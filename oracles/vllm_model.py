@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from oracles import gdn_reference, vllm_pin
-from oracles.model_job import Answer, Job, main
+from oracles.model_job import Answer, Job, main, stack_of
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -24,6 +24,13 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 LONGEST = 1024
+WHOLE = {
+    "CohereDecoderLayer",
+    "Exaone4DecoderLayer",
+    "Olmo2DecoderLayer",
+    "StablelmDecoderLayer",
+}
+"""Layers whose first output is the whole stream, although a second one comes with it."""
 
 
 def available() -> Literal[True] | str:
@@ -105,15 +112,18 @@ def _stream(llm: Any, sequence: list[int]) -> list[np.ndarray]:
     seen: list[Any] = []
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = args[1] if args else kwargs["hidden_states"]
-        seen.append(given.detach().clone())
+        given = [*args, *kwargs.values()]  # beside the positions, which are whole numbers
+        seen.append(next(x for x in given if x is not None and x.is_floating_point()).clone())
 
-    def after(module: Any, args: tuple[Any, ...], output: tuple[Any, Any]) -> None:
-        hidden, residual = output
-        seen.append((hidden + residual).detach())
+    def after(module: Any, args: tuple[Any, ...], output: Any) -> None:
+        hidden, residual = output[:2] if isinstance(output, tuple) else (output, None)
+        if residual is None or type(module).__name__ in WHOLE:
+            seen.append(hidden.detach().clone())
+        else:
+            seen.append((hidden + residual).detach())
 
     def hook(model: Any) -> list[Any]:
-        layers = getattr(model, "language_model", model).model.layers
+        layers = stack_of(getattr(model, "language_model", model))
         return [layers[0].register_forward_pre_hook(before, with_kwargs=True)] + [
             layer.register_forward_hook(after) for layer in layers
         ]

@@ -8,9 +8,12 @@ distance from the first says how much upstream disagrees with itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+import types
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -208,20 +211,39 @@ def rope_table(
     head_size: int, max_position: int, rope_parameters: dict[str, Any], rows: Tensor
 ) -> Tensors:
     """Rows of the table that upstream's factory makes."""
-    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT, get_rope
 
+    _ROPE_DICT.clear()  # it does not tell apart what differs in the longest length alone
     # The tables of scaled kinds cover `factor` times the length that they are told.
     told = rope_parameters.get("original_max_position_embeddings", max_position)
     length = told if rope_parameters["rope_type"] == "yarn" else max_position
-    rope = _layer(
-        get_rope,
-        head_size=head_size,
-        max_position=length,
-        is_neox_style=True,
-        rope_parameters=dict(rope_parameters),
-        dtype=torch.float32,
-    )
-    return {"out": rope.cos_sin_cache[rows]}
+    longest = rope_parameters.get("max_model_len")
+    with _longest(longest or max_position):
+        rope = _layer(
+            get_rope,
+            head_size=head_size,
+            max_position=length,
+            is_neox_style=True,
+            rope_parameters={k: v for k, v in rope_parameters.items() if k != "max_model_len"},
+            dtype=torch.float32,
+        )
+    if longest is None:
+        return {"out": rope.cos_sin_cache[rows]}
+    # Two tables, the one of short sequences first, which ends where the original context does.
+    first = told if rope.use_long_rope else 0
+    return {"out": rope.long_short_cos_sin_cache[rows + first]}
+
+
+@contextlib.contextmanager
+def _longest(max_model_len: int) -> Iterator[None]:
+    """Let the current config say how long sequences get: without a model, it says nothing."""
+    config = _config()
+    before = config.model_config
+    config.model_config = types.SimpleNamespace(max_model_len=max_model_len)
+    try:
+        yield
+    finally:
+        config.model_config = before
 
 
 # -------------------------------------------------------------------- linear, embedding, cache
@@ -340,6 +362,8 @@ def paged_attention_sdpa(**args: Any) -> Tensors:
     """torch's own attention in the dtype of the query."""
     if args["soft_cap"] is not None:
         raise ValueError("it has no soft cap")
+    if args.get("sinks") is not None:
+        raise ValueError("it has no sinks")
 
     def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
@@ -357,7 +381,11 @@ def paged_attention_einsum(**args: Any) -> Tensors:
         scores = torch.einsum("hqd,hkd->hqk", query.float(), keys.float()) * args["scale"]
         if args["soft_cap"] is not None:
             scores = args["soft_cap"] * torch.tanh(scores / args["soft_cap"])
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if args.get("sinks") is not None:
+            sinks = args["sinks"].float()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1)[..., : keys.shape[1]]
         return torch.einsum("hqk,hkd->hqd", weights, values.float()).to(query.dtype)
 
     return {"out": _by_request(attend, **args)}
@@ -402,6 +430,7 @@ def _attention(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     from vllm import _custom_ops as ops
 
@@ -452,14 +481,15 @@ def _attention(
         block_table=table,
         softcap=0.0 if soft_cap is None else soft_cap,
         scheduler_metadata=metadata,
-        s_aux=None,
+        s_aux=sinks,
     )
     return out
 
 
 if __name__ == "__main__":
     # The sampler's steps and the joined ops register themselves with the same oracle.
-    from oracles import vllm_fused, vllm_moe, vllm_ops, vllm_sampler
+    from oracles import vllm_activation, vllm_fused, vllm_moe, vllm_ops, vllm_sampler
 
-    assert vllm_sampler.ORACLE is vllm_ops.ORACLE is vllm_fused.ORACLE is vllm_moe.ORACLE
+    for _sibling in (vllm_activation, vllm_fused, vllm_moe, vllm_sampler):
+        assert _sibling.ORACLE is vllm_ops.ORACLE
     sys.exit(main(vllm_ops.ORACLE))

@@ -238,6 +238,14 @@ def _(m: Maker) -> Arguments:
     return _attention(m, batch, std=4.0)
 
 
+@CASES.add("paged_attention", "sinks", cells=("sinks that take much, little and nothing", "window"))
+def _(m: Maker) -> Arguments:
+    batch = Batch((1, 1, 13, 6), (250, 3, 29, 6), heads=4, kv_heads=2, window=64)
+    # The kernels that it is recorded from take bfloat16.
+    sinks = m.float(np.array([4.0, 0.5, -1.0, -40.0]), "bf16")
+    return {**_attention(m, batch), "sinks": sinks}
+
+
 # ------------------------------------------------- a decode step from the projection on, in one
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from .golden import GoldenError
@@ -19,11 +20,10 @@ CACHE = Path.home() / ".cache" / "vllmx" / "checkpoints"
 
 def tiny_folder(entry: ModelEntry) -> Path:
     """The checkpoint of a tiny model; its weights are drawn anew where it is not there."""
-    from oracles import tiny_checkpoint
+    from vllmx.tiny import checkpoint
 
-    return _made(
-        entry.name, Path(tiny_checkpoint.__file__), ["oracles.tiny_checkpoint", entry.name]
-    )
+    makers = list(Path(str(checkpoint.__file__)).parent.glob("*.py"))
+    return _made(entry.name, makers, lambda made: checkpoint.save(entry.name, made))
 
 
 def oracle_folder(entry: ModelEntry) -> Path:
@@ -36,11 +36,15 @@ def oracle_folder(entry: ModelEntry) -> Path:
     from oracles import gguf_checkpoint
 
     source = gguf_file(entry)
-    return _made(
-        f"{entry.name}-f32",
-        Path(gguf_checkpoint.__file__),
-        ["oracles.gguf_checkpoint", str(source)],
-    )
+
+    def convert(made: Path) -> None:
+        argv = [python_of("hf_model"), "-m", "oracles.gguf_checkpoint", str(source), str(made)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        run = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if run.returncode:
+            raise GoldenError(f"oracles.gguf_checkpoint {source}: {run.stderr[-1000:]}")
+
+    return _made(f"{entry.name}-f32", [Path(gguf_checkpoint.__file__)], convert)
 
 
 def gguf_file(entry: ModelEntry) -> Path:
@@ -53,20 +57,17 @@ def gguf_file(entry: ModelEntry) -> Path:
     return found[0]
 
 
-def _made(name: str, maker: Path, command: list[str]) -> Path:
-    """The folder `name`, made by a module of oracles/ unless it is there and newer than that."""
+def _made(name: str, makers: list[Path], make: Callable[[Path], None]) -> Path:
+    """The folder `name`, made by `make` unless it is there and newer than all of `makers`."""
     folder = CACHE / name
     done = folder / "model.safetensors"
-    if done.is_file() and done.stat().st_mtime >= maker.stat().st_mtime:
+    changed = max(maker.stat().st_mtime for maker in makers)
+    if done.is_file() and done.stat().st_mtime >= changed:
         return folder
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as work:
         made = Path(work) / name
-        argv = [python_of("hf_model"), "-m", *command, str(made)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        run = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if run.returncode:
-            raise GoldenError(f"{' '.join(command)}: {run.stderr[-1000:]}")
+        make(made)
         shutil.rmtree(folder, ignore_errors=True)
         made.rename(folder)
     return folder

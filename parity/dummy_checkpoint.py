@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from oracles.tiny_checkpoint import shapes
+from vllmx.tiny.tensors import shapes
 
 HEAD_SPREAD = 3.0
 """Standard deviation of a logit, nats."""

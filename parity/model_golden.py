@@ -20,7 +20,7 @@ from .checkpoints import gguf_file, oracle_folder, tiny_folder
 from .dtypes import Array, array
 from .golden import GoldenError
 from .model_table import FLOOR_LANE, GOLDEN_LANE, LANES, POSITIONS, ModelEntry
-from .oracle_process import call, environment_of
+from .oracle_process import call
 
 SECONDS = 3600
 
@@ -66,9 +66,7 @@ class Scores:
         return int(self.offsets[sequence]) - sequence
 
 
-def ask(
-    lane: str, job: dict[str, Any], **environment: str
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+def ask(lane: str, job: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """(tensors, what computed) of a lane's oracle; OracleBlocked where it can't run here."""
     with tempfile.TemporaryDirectory() as work:
         asked, out = Path(work) / "job.json", Path(work) / "out.safetensors"
@@ -77,7 +75,7 @@ def ask(
             job = {**job, "ids": str(Path(work) / "ids.npy")}
         asked.write_text(json.dumps(job))
         # One thread: the order of a sum must not depend on the machine.
-        call(LANES[lane], asked, out, seconds=SECONDS, OMP_NUM_THREADS="1", **environment)
+        call(LANES[lane], asked, out, seconds=SECONDS, OMP_NUM_THREADS="1")
         with safe_open(str(out), "numpy") as file:
             told = json.loads(file.metadata()["oracle"])
             return {name: file.get_tensor(name) for name in file.keys()}, told  # noqa: SIM118
@@ -90,13 +88,11 @@ def weights_sha(entry: ModelEntry) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def record(entry: ModelEntry, lanes: list[str], known: Path = golden.MODELS) -> dict[str, bytes]:
-    """Lane -> bytes of its golden, computed with the instructions that those of `known` were;
-    GoldenError where an answer can't be one."""
+def record(entry: ModelEntry, lanes: list[str]) -> dict[str, bytes]:
+    """Lane -> bytes of its golden; GoldenError where an answer can't be one."""
     folder = str(oracle_folder(entry))
     found: dict[str, bytes] = {}
-    again = {lane: environment_of(known / entry.golden(lane)) for lane in {GOLDEN_LANE, *lanes}}
-    first, told = ask(GOLDEN_LANE, entry.job(folder), **again[GOLDEN_LANE])
+    first, told = ask(GOLDEN_LANE, entry.job(folder))
     _check(entry, first)
     found[GOLDEN_LANE] = pack_answer(entry, GOLDEN_LANE, first, told)
     for lane in lanes:
@@ -105,7 +101,7 @@ def record(entry: ModelEntry, lanes: list[str], known: Path = golden.MODELS) -> 
         offsets, tokens = first["offsets"], first["tokens"]
         sequences = [tokens[a:b].tolist() for a, b in pairwise(offsets)]
         job = {**entry.job(folder), "prompts": [], "forced": sequences, "ids": first["lp.ids"]}
-        answer, told = ask(lane, job, **again[lane])
+        answer, told = ask(lane, job)
         if not np.array_equal(answer["lp.ids"], first["lp.ids"]):
             raise GoldenError(f"{entry.name}: {lane} scored other ids than it was asked")
         kept = {name: answer[name] for name in ("lp.val", "lp.next", "lp.top", "stream")}

@@ -31,6 +31,8 @@ GPU_LANE = "gpu-lane"
 OUTSIDE = {
     ("triton", "cpu"): "Triton kernels run on a GPU",
     ("triton_fixed", "cpu"): "Triton kernels run on a GPU",
+    ("flashinfer", "cpu"): "FlashInfer's kernels run on a GPU",
+    ("flashinfer", "cuda"): "tests/gpu/test_flashinfer.py replays its cells, where it is installed",
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from . import (
+    activation_cases,
     cache_cases,
     fused_cases,
     gdn_cases,
@@ -91,6 +92,10 @@ OPS = {
         ),
         _ir("silu_and_mul", op_cases.CASES, "pointwise", "layer-native"),
         _ir("gelu_and_mul", op_cases.CASES, "pointwise", "layer-native"),
+        _ir("activation", activation_cases.CASES, "pointwise", "layer-native"),
+        _ir("activation_and_mul", activation_cases.CASES, "pointwise", "layer-native"),
+        _ir("xielu", activation_cases.CASES, "pointwise", "layer-native"),
+        _ir("layer_norm", activation_cases.CASES, "norm", "torch"),
         _ir(
             "rotary_embedding",
             op_cases.CASES,
@@ -138,6 +143,15 @@ OPS = {
             moe_cases.CASES,
             "probs",
             "cpu-select-experts",
+            outputs=("weights", "ids"),
+            exact=("ids",),
+            wide=("weights",),
+        ),
+        _ir(
+            "grouped_topk",
+            moe_cases.CASES,
+            "probs",
+            "cpu-grouped-topk",
             outputs=("weights", "ids"),
             exact=("ids",),
             wide=("weights",),

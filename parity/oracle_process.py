@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import safe_open
 
 from .dtypes import STORAGE, Array, from_bytes
-from .golden import DTYPES, NAMES, GoldenError, read
+from .golden import DTYPES, NAMES, GoldenError
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN_ENVIRONMENT = (
@@ -25,15 +25,16 @@ OWN_ENVIRONMENT = (
 )
 """Oracles that need the environment of `nox -s oracle`; the others run in vllmx's own."""
 SECONDS = 1200
-NARROW = {
+ANYWHERE = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "MKL_CBWR": "COMPATIBLE",
     # What another run has compiled for wider registers is not to be found.
     "TORCHINDUCTOR_CACHE_DIR": str(Path.home() / ".cache" / "vllmx" / "inductor-avx2"),
 }
-"""The environment of an oracle that computes with AVX2 where the CPU has more: wider registers sum
-in another order, and would give other bytes. Upstream's own library: oracles/vllm_pin.py."""
+"""The environment of every oracle: what any x86-64 of the last ten years computes alike. Wider
+registers, or the code that MKL has for one maker's CPUs, sum in another order and would give other
+bytes. Upstream's own library: oracles/vllm_pin.py."""
 
 
 class OracleBlocked(GoldenError):
@@ -69,6 +70,7 @@ def python_of(oracle: str) -> str:
 
 def call(oracle: str, *arguments: Path, seconds: float = SECONDS, **environment: str) -> None:
     """Run an oracle; OracleBlocked where it can't run here, GoldenError where it fails."""
+    environment = {**ANYWHERE, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0", **environment}
     python = python_of(oracle)
     if not Path(python).is_file():
         raise OracleBlocked(f"{oracle}: there is no {python}; make it with `nox -s oracle`")
@@ -76,7 +78,7 @@ def call(oracle: str, *arguments: Path, seconds: float = SECONDS, **environment:
         done = subprocess.run(
             [python, "-m", f"oracles.{oracle}", *map(str, arguments)],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0", **environment},
+            env={**os.environ, **environment},
             capture_output=True,
             text=True,
             timeout=seconds,
@@ -90,23 +92,13 @@ def call(oracle: str, *arguments: Path, seconds: float = SECONDS, **environment:
         raise GoldenError(f"{oracle} ended with {done.returncode}: {done.stderr[-2000:]}")
 
 
-def environment_of(path: Path) -> dict[str, str]:
-    """What an oracle is to be given so that it computes with what a golden was recorded with; where
-    there is none yet, with what is here."""
-    try:
-        device = str(read(path).facts["oracle"].get("device", "")) if path.is_file() else ""
-    except GoldenError:
-        device = ""
-    return NARROW if device.endswith("AVX2") else {}
-
-
-def ask(oracle: str, questions: Iterable[Question], **environment: str) -> list[Answer]:
+def ask(oracle: str, questions: Iterable[Question]) -> list[Answer]:
     """Answers in the order of the questions; OracleBlocked where the oracle can't run here."""
     listed = list(questions)
     with tempfile.TemporaryDirectory() as folder:
         job, out = Path(folder) / "job.safetensors", Path(folder) / "out.safetensors"
         job.write_bytes(_job(listed))
-        call(oracle, job, out, **environment)
+        call(oracle, job, out)
         return _answers(listed, out)
 
 

@@ -27,7 +27,7 @@ from .dtypes import Array, array
 from .golden import GoldenError
 from .inputs import Arguments, Case
 from .op_table import EXACT, GPU_OPS, OPS, OpEntry, golden_name
-from .oracle_process import NARROW, Answer, OracleBlocked, Question, ask, environment_of
+from .oracle_process import Answer, OracleBlocked, Question, ask
 from .record_specs import record_schedule, record_text
 from .selection import by_kind
 from .truths import ORACLE as TRUTH
@@ -139,31 +139,27 @@ def ask_all(
     select: str | None = None,
     oracle: str | None = None,
     ops: Mapping[str, OpEntry] | None = None,
-    folder: Path = golden.OPS,
 ) -> Answers:
-    """Every selected case of `ops` (None: all), asked of `oracle` or of the one its op names, with
-    the instructions that the goldens of `folder` were recorded with."""
+    """Every selected case of `ops` (None: all), asked of `oracle` or of the one its op names."""
     wanted = [word.strip() for word in select.split(",")] if select else [""]
-    by_oracle: dict[tuple[str, bool], list[tuple[OpEntry, Case, str, Arguments]]]
-    by_oracle = defaultdict(list)
+    by_oracle: dict[str, list[tuple[OpEntry, Case, str, Arguments]]] = defaultdict(list)
     for entry in (OPS if ops is None else ops).values():
         if oracle is not None and oracle != entry.oracle:
             continue
         for case in entry.cases:
             names = (f"{entry.feature}/{case.name}", f"{entry.name}/{case.name}")
             if any(name.startswith(word) for name in names for word in wanted):
-                for dtype in case.dtypes:
-                    path = folder / golden_name(entry.name, case.name, dtype)
-                    asked = entry.oracle, bool(environment_of(path))
-                    by_oracle[asked].append((entry, case, dtype, case.arguments(dtype)))
+                by_oracle[entry.oracle] += [
+                    (entry, case, dtype, case.arguments(dtype)) for dtype in case.dtypes
+                ]
     found = Answers()
-    for (name, narrow), cases in by_oracle.items():
+    for name, cases in by_oracle.items():
         questions = [
             Question(golden_name(entry.name, case.name, dtype), entry.name, arguments)
             for entry, case, dtype, arguments in cases
         ]
         try:
-            answers = ask(name, questions, **(NARROW if narrow else {}))
+            answers = ask(name, questions)
         except GoldenError as error:
             found.reasons.append(str(error))
             found.blocked |= isinstance(error, OracleBlocked)
@@ -200,7 +196,7 @@ def record(
     What kernels of a GPU (`ops` is GPU_OPS) don't take is written down with their words: nothing
     is asked of a golden then. Every op of the CPU's lane takes its cases.
     """
-    answers = ask_all(select, oracle, ops, folder)
+    answers = ask_all(select, oracle, ops)
     floors, changed, refused = {}, 0, 0
     declined: dict[str, str] = {}
     known = calibrate.Floors(folder).entries
@@ -250,7 +246,7 @@ def record_models(select: str | None, check: bool, folder: Path = golden.MODELS)
         if not any(n.startswith(w) for n in (entry.feature, entry.name) for w in words):
             continue
         try:
-            answers = ask_model(entry, list(LANES), folder)
+            answers = ask_model(entry, list(LANES))
         except GoldenError as error:
             print(error)
             code = max(code, 3 if isinstance(error, OracleBlocked) else 2)

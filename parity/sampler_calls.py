@@ -14,13 +14,13 @@ from vllmx.config import KernelConfig
 from vllmx.ir.select import OpTable
 from vllmx.layers.rotary_embedding import get_rope
 from vllmx.sample.bad_words import BadWordsState
-from vllmx.sample.gumbel import gumbel_sample, seeded_noise
+from vllmx.sample.gumbel import seeded_noise
 from vllmx.sample.logit_bias import LogitBiasState
 from vllmx.sample.logprob import compute_topk_logprobs
 from vllmx.sample.min_p import apply_min_p
+from vllmx.sample.ops import get_sampler_ops
 from vllmx.sample.penalties import PenaltiesState
 from vllmx.sample.states import SamplingStates
-from vllmx.sample.topk_topp import apply_top_k_top_p
 from vllmx.sampling_params import SamplingParams
 from vllmx.worker.states import RequestState
 
@@ -56,7 +56,8 @@ def penalties(
 ) -> Tensor:
     """The logits in place; the last tokens are recorded as sampled, the others at admission."""
     earlier = [output[:-1] for output in output_tokens]
-    state = PenaltiesState(_states(logits, prompt_tokens, earlier))
+    ops = get_sampler_ops(str(logits.device))
+    state = PenaltiesState(_states(logits, prompt_tokens, earlier), ops.apply_penalties)
     for row in range(len(logits)):
         params = SamplingParams(
             presence_penalty=float(presence[row]),
@@ -118,13 +119,13 @@ def min_p(logits: Tensor, min_p: Tensor) -> Tensor:
 
 def top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """The logits, in place or not."""
-    return apply_top_k_top_p(logits, top_k, top_p)
+    return get_sampler_ops(str(logits.device)).apply_top_k_top_p(logits, top_k, top_p)
 
 
 def logprobs(logits: Tensor, num_logprobs: int, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(token ids, log-probabilities, ranks)."""
-    values = logits.log_softmax(dim=-1, dtype=torch.float32)
-    found = compute_topk_logprobs(values, num_logprobs, chosen)
+    values = get_sampler_ops(str(logits.device)).token_logprobs
+    found = compute_topk_logprobs(logits, num_logprobs, chosen, values)
     return tuple(torch.from_numpy(np.ascontiguousarray(part)) for part in found[:3])  # type: ignore[return-value]
 
 
@@ -138,7 +139,8 @@ def seeded_token(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: 
     """The token of each row; every row has a seed."""
     has_seed = torch.ones(len(seeds), dtype=torch.bool, device=seeds.device)
     generator = torch.Generator(device=logits.device)
-    return gumbel_sample(logits, temperature, seeds, has_seed, positions, generator)
+    sample = get_sampler_ops(str(logits.device)).gumbel_sample
+    return sample(logits, temperature, seeds, has_seed, positions, generator)
 
 
 def rope_table(
@@ -147,7 +149,9 @@ def rope_table(
     """Rows of the table of the layer that rotates by the op's definition."""
     config = KernelConfig(ir_op_priority={"rotary_embedding": ["torch"]})
     table = OpTable(config, rows.device.type, torch.float32)
-    return get_rope(head_size, max_position, dict(rope_parameters), table).cos_sin_cache[rows]
+    longest = rope_parameters.get("max_model_len")
+    rope = get_rope(head_size, max_position, rope_parameters, table, max_model_len=longest)
+    return rope.cos_sin_cache[rows]
 
 
 CALLS: dict[str, Callable[..., Any]] = {

@@ -79,7 +79,48 @@ HYBRID = {
     "qwen3_5_moe": {**LINEAR, **EXPERTS, "tie_word_embeddings": False},
 }
 """Models with recurrent layers."""
+SPARSE = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False}
+FEW = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+GLM4 = {
+    **SPARSE,
+    "head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 2.5,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+MOE = {
+    "mixtral": {**SPARSE, "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "mixtral_windowed": {**SPARSE, "num_local_experts": 4, "sliding_window": 16},
+    "qwen2moe": {**SPARSE, **FEW, "shared_expert_intermediate_size": 48, "mlp_only_layers": [0]},
+    "qwen3moe": {**SPARSE, **FEW, "head_dim": 32, "norm_topk_prob": True},
+    "qwen3moe_everysecond": {**SPARSE, **FEW, "head_dim": 32, "decoder_sparse_step": 2},
+    "glm4moe": {**GLM4, "attention_bias": True, "n_group": 4, "topk_group": 2},
+    "glm4moe_normed": {**GLM4, "use_qk_norm": True, "n_shared_experts": 2},
+    "granitemoe": {
+        **SPARSE,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
+    "olmoe": {**SPARSE, "num_experts": 8, "num_experts_per_tok": 4, "norm_topk_prob": False},
+}
+"""Models with experts, and attention in every layer."""
 FAMILIES = {
+    "mixtral": "Mixtral",
+    "qwen2moe": "Qwen2Moe",
+    "qwen3moe": "Qwen3Moe",
+    "glm4moe": "Glm4Moe",
+    "olmoe": "Olmoe",
+    "granitemoe": "GraniteMoe",
     "llama": "Llama",
     "gemma3": "Gemma3",
     "qwen3": "Qwen3",
@@ -88,7 +129,7 @@ FAMILIES = {
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe": "Qwen3_5Moe",
 }
-"""Name, or start of a name, in TINY or HYBRID -> start of the names of transformers' classes."""
+"""Name, or start of one, in TINY, HYBRID or MOE -> start of the names of transformers' classes."""
 TEXT_CONFIG = ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
 """Families whose config class has Text in its name."""
 COMMON = {
@@ -115,12 +156,15 @@ def save_tiny(name: str, folder: Path, seed: int = 0) -> torch.nn.Module:
     config_name = f"{family}{'Text' if family in TEXT_CONFIG else ''}Config"
     config_cls = getattr(transformers, config_name)
     model_cls = getattr(transformers, f"{family}ForCausalLM")
-    config = config_cls(**{**COMMON, **(TINY.get(name) or HYBRID[name])})
+    config = config_cls(**{**COMMON, **(TINY | HYBRID | MOE)[name]})
     config._attn_implementation = "eager"
     model = model_cls(config).float().eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(torch.randn_like(weight) * (0.3 if weight.dim() == 1 else 0.15))
+        for name, weight in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                weight.copy_(torch.rand_like(weight) * 0.3)
     model.save_pretrained(folder)
     return model
 

@@ -94,6 +94,22 @@ FAULTS = {
         "topk_softmax",
         _changed("topk_softmax", gating_output=lambda a: a["gating_output"] / 2),
     ),
+    "groups are not asked": (
+        "grouped_topk",
+        _changed("grouped_topk", topk_group=lambda a: a["num_expert_group"]),
+    ),
+    "scores without the bias": (
+        "grouped_topk",
+        _changed("grouped_topk", e_score_correction_bias=lambda a: None),
+    ),
+    "weights as they are": (
+        "grouped_topk",
+        _changed("grouped_topk", routed_scaling_factor=lambda a: 1.0),
+    ),
+    "silu for every activation": (
+        "fused_experts",
+        _changed("fused_experts", activation=lambda a: "silu"),
+    ),
     "an expert for another": (
         "fused_experts",
         _changed("fused_experts", topk_ids=lambda a: (a["topk_ids"] - 1).clamp(min=0)),

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from vllmx.engine.llm_engine import LLMEngine
     from vllmx.entrypoints.llm import LLM
     from vllmx.outputs import CompletionOutput, RequestOutput
-    from vllmx.sampling_params import SamplingParams
+    from vllmx.registry import ModelRegistry
+    from vllmx.sampling_params import BeamSearchParams, SamplingParams
 
     __version__: str
 
@@ -22,17 +23,21 @@ _MODULES = {
     "EngineArgs": "vllmx.engine.arg_utils",
     "AsyncEngineArgs": "vllmx.engine.arg_utils",
     "SamplingParams": "vllmx.sampling_params",
+    "BeamSearchParams": "vllmx.sampling_params",
     "RequestOutput": "vllmx.outputs",
     "CompletionOutput": "vllmx.outputs",
+    "ModelRegistry": "vllmx.registry",
 }
 
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EngineArgs",
     "LLMEngine",
+    "ModelRegistry",
     "RequestOutput",
     "SamplingParams",
     "__version__",

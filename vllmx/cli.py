@@ -39,13 +39,14 @@ COMMANDS = {
     "chat": "talk to a model, here or on a server",
     "complete": "continue texts line by line, here or on a server",
     "serve": "start the OpenAI-compatible server",
-    "bench": "measure latency, throughput, start-up, the engine's own overhead, or beside upstream",
+    "bench": "measure latency, throughput, a server, start-up, kernels, or beside upstream",
     "fetch": "download a named model and check its hash",
     "info": "show versions, device, weight formats and the provider of each op",
+    "checkpoint": "write a tiny model with seeded weights, or a dense one cut into experts",
     "parity": "compare with the references (from a checkout)",
 }
 # Commands whose first word after the command is a choice, and the key it sets.
-VERBS = {"bench": "bench.kind", "parity": "parity.verb"}
+VERBS = {"bench": "bench.kind", "checkpoint": "checkpoint.kind", "parity": "parity.verb"}
 # Weaker than a config file: what upstream's command sets differently from the engine's default.
 COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
     "bench": {"cache.enable_prefix_caching": False},
@@ -220,8 +221,8 @@ def _is_override(word: str) -> bool:
 
 def _take_override(args: Arguments, word: str) -> None:
     key = word.partition("=")[0]
-    if args.command == "parity":
-        full = _parity_key(key)
+    if args.command in ("checkpoint", "parity"):
+        full = _full_key(args.command, key)
         key, word = full, full + word.removeprefix(key)
     if key == "model":
         _set_model(args, word.partition("=")[2])
@@ -231,10 +232,12 @@ def _take_override(args: Arguments, word: str) -> None:
         args.overrides.append(word)
 
 
-def _parity_key(key: str) -> str:
-    """`select` for `parity.select`: a key of the node alone, under its name or its flag's."""
+def _full_key(node: str, key: str) -> str:
+    """`parity.select` for `select`: a key of the command's node alone, under its name or flag's."""
+    if f"{node}.{key}" in fields():
+        return f"{node}.{key}"
     flag = flags().get(key)
-    if flag is not None and flag.field.key.startswith("parity."):
+    if flag is not None and flag.field.key.startswith(f"{node}."):
         return flag.field.key
     return key
 

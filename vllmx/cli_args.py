@@ -32,6 +32,7 @@ RENAMED = {
     "server.disable_access_log": "disable_uvicorn_access_log",
     "parity.from_version": "from",
     "parity.to_version": "to",
+    "checkpoint.output_dir": "checkpoint_dir",
 }
 # A flag that says the opposite of its field.
 INVERTED = {"observability.log_stats": "disable_log_stats"}
@@ -41,6 +42,7 @@ NODES = {
     "attention": "attention_config",
     "kernel": "kernel_config",
     "speculative": "speculative_config",
+    "reasoning": "reasoning_config",
     "structured_outputs": "structured_outputs_config",
     "kv_transfer": "kv_transfer_config",
     "kv_events": "kv_events_config",
@@ -48,7 +50,7 @@ NODES = {
 WITHOUT_FLAG = {"model.name", "model.source"}
 # Nodes whose fields have no flag each.
 FIELDS_WITHOUT_FLAG = (
-    *("model.source.", "kv_transfer.", "kv_events.", "speculative."),
+    *("model.source.", "kv_transfer.", "kv_events.", "speculative.", "reasoning."),
     *("structured_outputs.backend", "structured_outputs.disable_", "structured_outputs.enable_"),
 )
 SHORT = {
@@ -78,13 +80,15 @@ NODE_COMMANDS = {
     "server": frozenset({"serve"}),
     "bench": frozenset({"bench"}),
     "parity": frozenset({"parity"}),
+    "checkpoint": frozenset({"checkpoint"}),
     "debug": frozenset(),
 }
 KEY_COMMANDS = {
-    "server.url": frozenset({"chat", "complete"}),
-    "server.api_key": frozenset({"serve", "chat", "complete"}),
+    "server.url": frozenset({"chat", "complete", "bench"}),
+    "server.api_key": frozenset({"serve", "chat", "complete", "bench"}),
     "bench.kind": frozenset(),
     "parity.verb": frozenset(),
+    "checkpoint.kind": frozenset(),
     "prompt": frozenset({"generate", "chat", "complete"}),
     "prompt_file": frozenset({"generate"}),
     "messages": frozenset({"chat"}),

@@ -8,6 +8,7 @@ import textwrap
 from vllmx.cli_args import HUMAN_READABLE, SHORT, Flag, flags
 from vllmx.config import PARITY_VERBS
 
+WORDS = {"bench": "KIND [MODEL]", "checkpoint": "KIND MODEL", "parity": "VERB [SELECT]"}
 USAGE = "vllmx <command> [MODEL] [flags] [key=value ...] [-m]"
 
 
@@ -36,7 +37,7 @@ def command_help(command: str, summary: str, search: str = "") -> str:
             word = search.lower().replace("-", "_")
             if search in ("", "all") or word in flag.name or word == node:
                 shown.setdefault(node, []).append(flag)
-    words = {"bench": "KIND [MODEL]", "parity": "VERB [SELECT]"}.get(command, "[MODEL]")
+    words = WORDS.get(command, "[MODEL]")
     usage = f"usage: vllmx {command} {words} [flags] [key=value ...] [-m]"
     lines = [usage, "", f"{summary}."]
     if command == "parity":

@@ -95,6 +95,8 @@ class ModelConfig:
     """What logprobs are taken from: before or after penalties, temperature and masks."""
     use_fp64_gumbel: bool = False
     """Draw the sampler's noise in float64."""
+    logits_processors: List[str] = field(default_factory=list)
+    """Custom logits processors as MODULE:CLASS, or classes for `LLM`, beside installed ones."""
     disable_sliding_window: bool = False
     """Treat sliding-window layers as full attention and cap max_model_len at the window."""
     served_model_name: Optional[List[str]] = None
@@ -351,6 +353,9 @@ class LoadConfig:
     """Never fetch: a model that is not in the cache is an error that says what to run."""
     use_tqdm_on_load: bool = True
     """Show a progress bar on stderr while fetching and loading."""
+    plugins: Optional[list[str]] = None
+    """Names of the installed plugins (entry point group vllm.general_plugins) that are loaded, as
+    upstream's VLLM_PLUGINS; None: all, []: none."""
 
 
 @dataclass
@@ -570,6 +575,39 @@ class KVEventsConfig:
 
 
 @dataclass
+class ReasoningConfig:
+    """The markers around a model's reasoning (--reasoning-config), which thinking_token_budget
+    needs. Both are texts of the model's own, or neither."""
+
+    reasoning_start_str: str = ""
+    """Text that begins it, as `<think>`."""
+    reasoning_end_str: str = ""
+    """Text that ends it, as `</think>`."""
+
+    # The markers as tokens; set by `initialize_token_ids`.
+    if TYPE_CHECKING:
+        reasoning_start_token_ids: list[int] | None = field(init=False)
+        reasoning_end_token_ids: list[int] | None = field(init=False)
+    reasoning_start_token_ids = None
+    reasoning_end_token_ids = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the markers are known as tokens."""
+        return bool(self.reasoning_start_token_ids and self.reasoning_end_token_ids)
+
+    def initialize_token_ids(self, start: list[int], end: list[int]) -> None:
+        """Take the texts as tokens; UserError for one that has none."""
+        for name, token_ids in (("start", start), ("end", end)):
+            if not token_ids:
+                raise UserError(
+                    f"reasoning_{name}_str={getattr(self, f'reasoning_{name}_str')!r}: the model's "
+                    "tokenizer makes no token of it; give the text that the model writes."
+                )
+        self.reasoning_start_token_ids, self.reasoning_end_token_ids = start, end
+
+
+@dataclass
 class SamplingConfig:
     """Sampling of `generate`, `chat`, `complete` and `bench`; null takes the model's default."""
 
@@ -639,9 +677,12 @@ class ServerConfig:
 
 @dataclass
 class BenchConfig:
-    """`vllmx bench latency|throughput|overhead|side-by-side|startup`."""
+    """`vllmx bench latency|throughput|serve|overhead|side-by-side|startup|kernels`."""
 
-    kind: str = choice("latency", "latency", "throughput", "overhead", "side-by-side", "startup")
+    kind: str = choice(
+        "latency",
+        *("latency", "throughput", "serve", "overhead", "side-by-side", "startup", "kernels"),
+    )
     """What is measured."""
     batch_size: int = number(8, ge=1)
     """Requests of a latency batch, or running requests of an overhead step."""
@@ -650,7 +691,11 @@ class BenchConfig:
     output_len: int = number(128, ge=1)
     """Tokens generated for each request."""
     num_prompts: int = number(64, ge=1)
-    """Requests of a throughput run."""
+    """Requests of a throughput or serve run."""
+    max_concurrency: Optional[int] = number(None, gt=0)
+    """Most requests of a serve run that are under way at once; null has no limit."""
+    request_rate: Optional[float] = number(None, gt=0)
+    """Requests a second at which a serve run's arrive, at random; null sends all at once."""
     num_iters_warmup: int = number(2, ge=0)
     """Runs before measuring."""
     num_iters: int = number(5, ge=1)
@@ -760,6 +805,17 @@ class ParityConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """`vllmx checkpoint KIND`; its keys may be written without the node: `output_dir=FOLDER`."""
+
+    kind: str = choice("tiny", "tiny", "moe")
+    """What is made: `tiny`, a tiny model with seeded weights; `moe`, a Mixtral that says what the
+    Llama `model` says, each of its MLPs cut into experts."""
+    output_dir: Optional[str] = None
+    """Folder of the checkpoint; null is one in the current folder, called as the model."""
+
+
+@dataclass
 class DebugConfig:
     """Help with finding faults."""
 
@@ -795,6 +851,8 @@ class RunConfig:
     """Speculative decoding."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     """LoRA adapters."""
+    reasoning: ReasoningConfig = field(default_factory=ReasoningConfig)
+    """Markers of reasoning."""
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     """Answers that a grammar constrains."""
     load: LoadConfig = field(default_factory=LoadConfig)
@@ -811,6 +869,8 @@ class RunConfig:
     """What is published of the prefix cache."""
     bench: BenchConfig = field(default_factory=BenchConfig)
     """Benchmarks."""
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Models that are made."""
     parity: ParityConfig = field(default_factory=ParityConfig)
     """Group `parity`."""
     debug: DebugConfig = field(default_factory=DebugConfig)
@@ -859,6 +919,8 @@ class VllmConfig:
     """Speculative decoding, None without."""
     lora_config: LoRAConfig | None = None
     """LoRA adapters, None without."""
+    reasoning_config: ReasoningConfig | None = None
+    """Markers of reasoning, None without."""
     kv_events_config: KVEventsConfig | None = None
     """Events of the prefix cache, None without."""
 
@@ -923,6 +985,7 @@ ENGINE_NODES = {
     "kv_events": "kv_events_config",
     "speculative": "speculative_config",
     "lora": "lora_config",
+    "reasoning": "reasoning_config",
     "structured_outputs": "structured_outputs_config",
 }
 
@@ -980,7 +1043,18 @@ def finalize(run: RunConfig) -> VllmConfig:
     config.kv_events_config = _kv_events(config)
     config.speculative_config = _speculative(run.speculative)
     config.lora_config = replace(run.lora) if run.lora.enable_lora else None
+    config.reasoning_config = _reasoning(run.reasoning)
     return config
+
+
+def _reasoning(reasoning: ReasoningConfig) -> ReasoningConfig | None:
+    start, end = bool(reasoning.reasoning_start_str), bool(reasoning.reasoning_end_str)
+    if start != end:
+        raise UserError(
+            f"reasoning.reasoning_{'end' if start else 'start'}_str is missing: reasoning needs "
+            "the text that begins it and the one that ends it."
+        )
+    return replace(reasoning) if start else None
 
 
 def _kv_events(config: VllmConfig) -> KVEventsConfig | None:
@@ -1013,7 +1087,6 @@ def _speculative(config: SpeculativeConfig) -> SpeculativeConfig | None:
 
 # Settings whose part of the engine is not built, with the values that need none of it.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "model.use_fp64_gumbel": (False,),
     "scheduler.prefill_schedule_interval": (1,),
     "cache.mamba_block_size": (None,),
     "compilation.cudagraph_mode": (None, "NONE", "FULL_DECODE_ONLY", "FULL"),

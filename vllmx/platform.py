@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,21 @@ def hash_seed() -> str | None:
     return os.environ.get("PYTHONHASHSEED")
 
 
+def kernel_cache_dir() -> Path:
+    """Where measured times of kernels are kept: VLLMX_KERNEL_CACHE, or ~/.cache/vllmx/kernels."""
+    told = os.environ.get("VLLMX_KERNEL_CACHE")
+    return Path(told) if told else Path.home() / ".cache" / "vllmx" / "kernels"
+
+
 def has(package: str) -> bool:
     """Whether `package` can be imported; it is not."""
     return importlib.util.find_spec(package) is not None
+
+
+def has_nvcc() -> bool:
+    """Whether CUDA's compiler is there: on the PATH or in CUDA_HOME."""
+    home = os.environ.get("CUDA_HOME")
+    return bool(shutil.which("nvcc") or (home and (Path(home) / "bin" / "nvcc").is_file()))
 
 
 def resolve_device(device_config: DeviceConfig) -> str:

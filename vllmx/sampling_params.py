@@ -644,6 +644,47 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         return f"SamplingParams({', '.join(f'{k}={getattr(self, k)}' for k in _REPR_FIELDS)})"
 
 
+class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True):
+    """Parameters of a beam search. Raises VLLMValidationError for a value out of range."""
+
+    beam_width: int
+    """Beams kept at each step, and answers returned; half the engine's max_logprobs at most."""
+    max_tokens: int
+    """Longest answer in tokens."""
+    ignore_eos: bool = False
+    """Go on after the model's end tokens."""
+    temperature: float = 0.0
+    """Only of the token that is sampled beside the candidates, which are the likeliest ones."""
+    length_penalty: float = 1.0
+    """Exponent of the length by which log-probabilities are divided."""
+    include_stop_str_in_output: bool = False
+    """Leave the end token among the answer's tokens (in the API)."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """Grammar for the output."""
+
+    def __post_init__(self) -> None:
+        for name in ("beam_width", "max_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise VLLMValidationError(
+                    f"{name} must be an integer of at least 1, got {value!r}.",
+                    parameter=name,
+                    value=value,
+                )
+        penalty = self.length_penalty
+        if not (isinstance(penalty, numbers.Real) and math.isfinite(penalty)):
+            raise VLLMValidationError(
+                f"length_penalty must be a finite number, got {penalty!r}.",
+                parameter="length_penalty",
+                value=penalty,
+            )
+        if self.structured_outputs is not None:
+            raise VLLMValidationError(
+                "structured_outputs: beams can't be held to a grammar; leave one of them out.",
+                parameter="structured_outputs",
+            )
+
+
 # What `_verify_types` looks at; integers have checks of their own.
 _NUMBERS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),

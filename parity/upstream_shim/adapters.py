@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -32,13 +32,39 @@ from .engines import (
 )
 from .placeholder import MissingSymbol
 from .standins import MODELS
+from .v1_sampler import (
+    BeamSearchOnlineMixin,
+    LogitBiasLogitsProcessor,
+    LogprobsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+    Sampler,
+    SamplingMetadata,
+    apply_top_k_top_p_pytorch,
+    build_logitsprocs,
+    make_tensor_with_pad,
+    random_sample,
+    set_random_seed,
+)
 
 __all__ = [
     "LLM",
     "AsyncEngineArgs",
+    "BeamSearchOnlineMixin",
     "EngineArgs",
+    "LogitBiasLogitsProcessor",
+    "LogprobsProcessor",
+    "MinPLogitsProcessor",
+    "MinTokensLogitsProcessor",
+    "Sampler",
+    "SamplingMetadata",
     "UsageContext",
+    "apply_top_k_top_p_pytorch",
+    "build_logitsprocs",
+    "make_tensor_with_pad",
+    "random_sample",
     "set_default_torch_num_threads",
+    "set_random_seed",
 ]
 STUBS = MODELS["configs"]
 # Argument -> the value that asks for nothing.
@@ -117,6 +143,7 @@ class current_platform:
     is_cuda = is_cuda_alike = staticmethod(lambda: current_platform.passes_for_cuda)
     is_rocm = is_xpu = is_tpu = staticmethod(lambda: False)
     device_type = "cpu"
+    device_count = staticmethod(lambda: 1)
 
 
 def create_new_process_for_each_test(method: str | None = None) -> Callable[[Any], Any]:
@@ -127,6 +154,28 @@ def create_new_process_for_each_test(method: str | None = None) -> Callable[[Any
 def multi_gpu_test(*, num_gpus: int) -> Callable[[Any], Any]:
     """The mark of a test that needs several GPUs."""
     return pytest.mark.skip(f"needs {num_gpus} GPUs")
+
+
+def maybe_create_thinking_budget_state_holder(*arguments: Any) -> None:
+    """None: budgets of reasoning are rows of the sampler's, beside what a call is told."""
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Nothing: an engine of vllmx leaves no process group behind."""
+
+
+def large_gpu_mark(min_gb: int) -> Any:
+    """The mark of a test that needs a GPU of that size."""
+    return pytest.mark.skip(f"needs a GPU of {min_gb} GB")
+
+
+def is_pin_memory_available() -> bool:
+    """A CPU's memory is not pinned."""
+    return False
+
+
+LogprobsMode = Literal["raw_logits", "raw_logprobs", "processed_logits", "processed_logprobs"]
+"""The modes that the config has."""
 
 
 def StructuredOutputManager(vllm_config: Any) -> manager.StructuredOutputManager:
@@ -160,3 +209,6 @@ def prepare() -> None:
     # A method there, a function here.
     SamplingParams._validate_structured_outputs = validate_structured_outputs  # type: ignore[attr-defined]
     transformers.AutoTokenizer = engines.AutoTokenizer
+    if not torch.accelerator.is_available():
+        # Tests tidy a GPU up, which torch refuses where there is none.
+        torch.accelerator.empty_cache = lambda: None

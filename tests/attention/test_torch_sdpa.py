@@ -95,7 +95,8 @@ def test_a_token_sees_itself_and_the_window_minus_one_before_it() -> None:
     window = 8
     for query_len in (1, 20):
         inputs = batch([(query_len, 20)], 1, 1, 16, 4, 0)
-        for backend in all_backends().values():
+        # FlashInfer's kernels need a GPU; tests/attention/test_flashinfer.py has its plans.
+        for backend in (b for b in all_backends().values() if b.name != "flashinfer"):
             before = backend.op_call(**inputs, sliding_window=window)[-1]
             for distance in (0, window - 1, window, window + 1):
                 changed = {**inputs, "value_cache": inputs["value_cache"].clone()}

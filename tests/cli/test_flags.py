@@ -41,8 +41,8 @@ def test_every_key_has_a_flag_or_a_reason_to_have_none() -> None:
     without = set(leaf_keys()) - {flag.field.key for flag in flags().values()}
     nodes = {key.split(".")[0] for key in without}
     # Upstream takes these nodes as one JSON object each: --kv-transfer-config.
-    as_json = {"kv_transfer", "kv_events", "speculative", "structured_outputs"}
-    assert nodes <= {"model", "bench", "parity", "debug"} | as_json
+    as_json = {"kv_transfer", "kv_events", "speculative", "structured_outputs", "reasoning"}
+    assert nodes <= {"model", "bench", "checkpoint", "parity", "debug"} | as_json
     assert {key for key in without if key.startswith(("model.", "bench."))} == {
         "model.name",
         "bench.kind",

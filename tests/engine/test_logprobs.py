@@ -248,3 +248,17 @@ def test_append_with_minus_one_takes_everything():
     target = []
     append_logprobs_for_next_position(target, [4, 7, 4], [-2.0, -1.0, -2.0], ["a", "b", "a"], 2, -1)
     assert target == [{4: Logprob(-2.0, 2, "a"), 7: Logprob(-1.0, 1, "b")}]
+
+
+@pytest.mark.parametrize("text", ["a “quoted” word", "né 😀😀 über", "plain"])
+def test_texts_by_decoding_alone_join_to_the_text(monkeypatch, text: str) -> None:
+    """Of tokenizers whose decoder is none that is known piece by piece."""
+    monkeypatch.setattr("vllmx.engine.logprobs.get_token_pieces", lambda *_, **__: None)
+    tokenizer = byte_level_tokenizer()
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    other = tokenizer.encode("x", add_special_tokens=False)[0]
+    found = run(tokenizer, *(top([i, other]) for i in ids), logprobs=1).logprobs
+    shown = [position[i].decoded_token for i, position in zip(ids, found, strict=True)]
+    assert "".join(shown) == text
+    assert all("\ufffd" not in one for one in shown)
+    assert {p[other].decoded_token for i, p in zip(ids, found, strict=True) if i != other} == {"x"}

@@ -24,7 +24,7 @@ def kinds(number: int) -> list[SamplingParams]:
     return made
 
 
-@pytest.mark.parametrize("blocks", [None, 30], ids=["room", "preemption"])
+@pytest.mark.parametrize("blocks", [None, 36], ids=["room", "preemption"])
 def test_scheduling_ahead_changes_no_answer(folder, blocks) -> None:
     given = prompts(30, longest=60)
     options = {} if blocks is None else {"num_gpu_blocks_override": blocks}

@@ -54,7 +54,9 @@ def test_unknown_ops_and_providers_are_named() -> None:
 
 
 def test_an_unknown_attention_backend_is_named() -> None:
-    with pytest.raises(UserError, match=r"attention.backend='flash': choose one of torch, native"):
+    with pytest.raises(
+        UserError, match=r"attention.backend='flash': choose one of torch, flashinfer"
+    ):
         table().choose_attention("flash")
 
 

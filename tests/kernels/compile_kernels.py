@@ -37,6 +37,7 @@ TYPES = {
             "blocks_ptr",
             "count_ptr",
             "groups_ptr",
+            "ids_ptr",
             "input_ids_ptr",
             "place_ptr",
             "places_ptr",
@@ -46,6 +47,7 @@ TYPES = {
             "ring_slot_ptr",
             "rows_ptr",
             "seq_lens_ptr",
+            "starts_ptr",
             "table_ptr",
             "tile_ptr",
             "tokens_ptr",
@@ -59,6 +61,7 @@ TYPES = {
 NORM = {"HAS_RESIDUAL": True, "HAS_WEIGHT": True, "BLOCK": 1024}
 HEADS = {"HEAD_SIZE": 128, "COLUMNS": 128, "BLOCK_SIZE": 16}
 ATTENTION = {**HEADS, "GROUP": 2, "HAS_CAP": False, "HAS_WINDOW": False, "WIDE": False}
+ATTENTION["HAS_SINKS"] = False
 DECODE = {**ATTENTION, "ROWS": 16, "KEYS": 64}
 PREFILL = {**ATTENTION, "ROWS": 64, "TOKENS": 32, "KEYS": 32, "MASKS_ALL": False}
 FIXED = {"INPUTS": 960, "ROWS": 64, "OUTPUTS": 32, "COLUMNS": 128, "HAS_BIAS": True, "WIDE": False}
@@ -74,7 +77,36 @@ ADDS = {"ADDS": True, "NORMS": False, "PARTS": 1, "PARTS_BLOCK": 1}
 CACHE = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_SIZE": 128, "COLUMNS": 64, "BLOCK_SIZE": 16}
 CACHE |= {"HEADS": 4, "HAS_WEIGHTS": True, "LIMIT": 0.0}
 FP8 = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
+CONV = {"WIDTH": 4, "HAS_BIAS": False, "SILU": True, "CHANNELS": 128}
+PROMPT_CONV = CONV | {"TOKENS": 32, "REQUESTS": 8}
+RULE = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_SIZE": 128, "VALUE_SIZE": 128, "COLUMNS": 128}
+ROWS = {**RULE, "ROWS": 32}
+SYSTEMS = {k: v for k, v in RULE.items() if k != "VALUE_SIZE"} | {"CHUNK": 64, "REQUESTS": 8}
+GATES = {"A_log_ptr": F32, "g_ptr": F32, "beta_ptr": F32, "state_ptr": F32}
+REQUEST = {"has_state_ptr": "*u8", "from_start_ptr": F32, "to_end_ptr": F32, "inverse_ptr": F32}
+SINGLES = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "inside_ptr", "out_ptr"), F32)
 SINGLE, WRITES = {"weight_ptr": F32}, {"out_ptr": I32}
+EXPERTS = {"INPUTS": 960, "EXPERTS": 60, "EXPERTS_BLOCK": 64, "ROWS": 16, "OUTPUTS": 64}
+EXPERTS |= {"COLUMNS": 128, "HAS_BIAS": False, "WIDE": False}
+GATE_UP = {**EXPERTS, "TOPK": 4, "ACTIVATION": "silu"}
+CLAMPED = {"ACTIVATION": "swigluoai_uninterleave", "HAS_BIAS": True, "ROWS": 128}
+ROUTE = {"EXPERTS": 60, "BLOCK": 64, "TOPK": 6, "PLACES": 8, "SOFTMAX": True}
+ROUTE |= {"RENORMALIZE": True, "HAS_BIAS": False}
+WEIGHTS = {"weights_ptr": F32}
+SAMPLE = dict.fromkeys(
+    (
+        "logits_ptr",
+        "presence_ptr",
+        "frequency_ptr",
+        "repetition_ptr",
+        "temperature_ptr",
+        "top_p_ptr",
+    ),
+    F32,
+) | dict.fromkeys(("place_ptr", "index_ptr", "seeds_ptr", "top_k_ptr"), I64)
+SAMPLE |= {"in_prompt_ptr": "*i1"}
+NOISE64 = {"best_ptr": "*fp64"}
+VALUES, RANKS = {"IDS": 32, "BLOCK": 4096}, {"ids_ptr": I64, "ranks_ptr": I32, "scores_ptr": F32}
 INPUTS = {"BLOCK_SIZE": 16, "BLOCK": 256}
 
 Row = tuple[str, str, dict[str, Any], dict[str, str]]
@@ -106,6 +138,8 @@ KERNELS: list[Row] = [
     ("triton_attention", "_decode_kernel", DECODE | {"SPLITS": 8, "BLOCK_SIZE": 784}, SINGLE),
     ("triton_attention", "_prefill_kernel", PREFILL | {"BLOCK_SIZE": 784}, {}),
     ("triton_attention", "_prefill_kernel", PREFILL, {}),
+    ("triton_attention", "_prefill_kernel", PREFILL | {"HAS_SINKS": True}, {}),
+    ("triton_attention", "_decode_kernel", DECODE | {"SPLITS": 8, "HAS_SINKS": True}, SINGLE),
     ("triton_attention", "_prefill_kernel", PREFILL | {"MASKS_ALL": True}, {}),
     ("triton_fixed_linear", "_fixed_tiles_linear_kernel", FIXED, {}),
     ("triton_attention", "_prefill_kernel", PREFILL | {"HAS_WINDOW": True, "HAS_CAP": True}, {}),
@@ -135,6 +169,21 @@ KERNELS: list[Row] = [
     ("triton_linear", "_few_rows_linear_kernel", FEW | ONE, {}),
     ("triton_linear", "_few_rows_linear_kernel", FEW | ONE | WHOLE | {"GATED": True}, {}),
     ("triton_linear", "_few_rows_linear_kernel", FEW | ADDS | ONE, {}),
+    ("triton_moe", "_sort_kernel", {"BLOCK": 1024}, {}),
+    ("triton_moe", "_gate_up_kernel", GATE_UP, {}),
+    ("triton_moe", "_gate_up_kernel", GATE_UP | CLAMPED, {}),
+    ("triton_moe", "_gate_up_kernel", GATE_UP | {"ACTIVATION": "gelu"}, {}),
+    ("triton_moe", "_gate_up_kernel", GATE_UP | {"ACTIVATION": "gelu_tanh"}, {}),
+    ("triton_moe", "_down_kernel", EXPERTS, {}),
+    ("triton_moe", "_down_kernel", EXPERTS | {"HAS_BIAS": True, "ROWS": 128}, {}),
+    ("triton_moe", "_combine_kernel", {"TOPK": 8, "BLOCK": 1024}, WEIGHTS),
+    ("triton_router", "_route_kernel", ROUTE, WEIGHTS | {"bias_ptr": F32}),
+    (
+        "triton_router",
+        "_route_kernel",
+        ROUTE | {"SOFTMAX": False, "HAS_BIAS": True, "RENORMALIZE": False},
+        WEIGHTS | {"bias_ptr": F32},
+    ),
     ("triton_input", "_apply_writes_kernel", {"BLOCK": 1024}, WRITES),
     ("triton_bitmask", "_forbid_kernel", {"COLUMNS": 4096}, {"logits_ptr": F32, "mask_ptr": I32}),
     ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": True}, {}),
@@ -143,6 +192,44 @@ KERNELS: list[Row] = [
     ("triton_input", "_argmax_kernel", {"COLUMNS": 4096}, {}),
     ("triton_input", "_commit_argmax_kernel", {"PARTS": 38, "BLOCK": 64}, {}),
     ("triton_input", "_commit_tokens_kernel", {}, {"sampled_ptr": I64}),
+    ("triton_conv1d", "_conv_prompts_kernel", PROMPT_CONV, REQUEST),
+    ("triton_conv1d", "_conv_prompts_kernel", PROMPT_CONV | {"HAS_BIAS": True}, REQUEST),
+    ("triton_conv1d", "_conv_update_kernel", CONV, {}),
+    ("triton_conv1d", "_conv_update_kernel", CONV | {"HAS_BIAS": True, "SILU": False}, {}),
+    ("triton_delta_rule", "_prep_kernel", RULE | {"TOKENS": 16}, GATES),
+    ("triton_delta_rule", "_packed_decode_kernel", ROWS, GATES),
+    ("triton_delta_rule", "_recurrent_kernel", ROWS, GATES | REQUEST | SINGLES),
+    ("triton_chunk_rule", "_chunk_systems_kernel", SYSTEMS | {"WIDE": False}, GATES | REQUEST),
+    (
+        "triton_chunk_rule",
+        "_chunk_systems_kernel",
+        SYSTEMS | {"WIDE": False},
+        GATES | REQUEST | SINGLES,
+    ),
+    (
+        "triton_chunk_rule",
+        "_chunk_states_kernel",
+        ROWS | {"CHUNK": 64, "WIDE": False},
+        GATES | REQUEST,
+    ),
+    (
+        "triton_chunk_rule",
+        "_chunk_states_kernel",
+        ROWS | {"CHUNK": 64, "WIDE": False},
+        GATES | REQUEST | SINGLES,
+    ),
+    ("triton_sample", "_penalties_kernel", {"BLOCK": 1024}, SAMPLE | {"counts_ptr": I32}),
+    ("triton_sample", "_top_k_top_p_kernel", {"HAS_K": True, "HAS_P": True, "BLOCK": 4096}, SAMPLE),
+    ("triton_sample", "_gumbel_kernel", {"FP64": False, "BLOCK": 1024}, SAMPLE),
+    ("triton_sample", "_gumbel_kernel", {"FP64": True, "BLOCK": 1024}, SAMPLE | NOISE64),
+    ("triton_sample", "_token_values_kernel", VALUES | {"LOGPROBS": True}, SAMPLE | RANKS),
+    ("triton_sample", "_token_values_kernel", VALUES | {"LOGPROBS": False}, RANKS),
+    (
+        "triton_pages",
+        "_join_pages_kernel",
+        {"BLOCK": 256},
+        {"page_start_ptr": I32, "indices_ptr": I32},
+    ),
     ("triton_states", "_copy_states_kernel", {"BLOCK": 2048}, {"addresses_ptr": I64}),
 ]
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Angle tables against transformers, and refusal of what has no formula."""
 
+import math
+
 import pytest
 import torch
 
@@ -90,3 +92,49 @@ def test_layers_that_agree_share_one_table() -> None:
     first = get_rope(64, 128, parameters, ops)
     assert get_rope(64, 128, dict(parameters), ops) is first
     assert get_rope(64, 256, parameters, ops) is not first
+
+
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 128,
+    "short_factor": [1.0] * 16,
+    "long_factor": [2.0] * 16,
+}
+
+
+@pytest.mark.parametrize(("longest", "factor"), [(None, 2.0), (129, 2.0), (128, 1.0)])
+def test_longrope_goes_by_what_the_engine_takes_and_not_by_the_prompt(longest, factor) -> None:
+    """A sequence that passes the original context keeps the keys that it has cached."""
+    ops = OpTable(
+        KernelConfig(ir_op_priority={"rotary_embedding": ["torch"]}), "cpu", torch.float32
+    )
+    rope = get_rope(32, 512, LONG, ops, max_model_len=longest)
+    scale = (1 + math.log(4) / math.log(128)) ** 0.5
+    assert float(rope.cos_sin_cache[7, 0]) == pytest.approx(scale * math.cos(7 / factor), abs=1e-6)
+
+
+def test_longrope_wants_a_factor_for_each_frequency() -> None:
+    with pytest.raises(CheckpointError, match="long_factor has 15 numbers, not 16"):
+        compute_inv_freq(32, 512, {**LONG, "long_factor": [1.0] * 15})
+
+
+def test_dynamic_needs_alpha_or_factor() -> None:
+    with pytest.raises(CheckpointError, match="needs 'alpha' or 'factor'"):
+        compute_inv_freq(32, 512, {"rope_type": "dynamic", "rope_theta": 1e4})
+
+
+@pytest.mark.parametrize(
+    "said", [{"rope_dim": 66}, {"partial_rotary_factor": 0.0}, {"rope_dim": 3}]
+)
+def test_a_head_is_not_rotated_beyond_itself_nor_by_halves_of_a_pair(said) -> None:
+    with pytest.raises(CheckpointError, match="of 64 elements of a head"):
+        compute_inv_freq(64, 512, {"rope_type": "default", "rope_theta": 1e4, **said})
+
+
+def test_sections_of_mrope_turn_text_as_plain_rotation_does() -> None:
+    """All three positions of a token of text are the same."""
+    plain = {"rope_type": "default", "rope_theta": 1e6}
+    want, _ = compute_inv_freq(64, 512, plain)
+    got, _ = compute_inv_freq(64, 512, {**plain, "mrope_section": [8, 12, 12]})
+    assert torch.equal(want, got)

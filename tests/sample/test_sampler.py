@@ -106,58 +106,12 @@ def test_seeded_noise_is_the_stream_of_tritons_philox() -> None:
     torch.testing.assert_close(got, out, rtol=1e-5, atol=1e-6)
 
 
-def chi_square(params: SamplingParams, logits: torch.Tensor, want: torch.Tensor) -> None:
-    """16,000 draws against the wanted distribution; the bound is the 1e-6 quantile or above."""
-    count = 16_000
-    seen = draws(params, logits, count)
-    support = (want > 0).nonzero().flatten().tolist()
-    assert set(seen) <= set(support)
-    expected = {t: float(want[t]) * count for t in support}
-    statistic = sum((seen[t] - e) ** 2 / e for t, e in expected.items())
-    degrees = len(support) - 1
-    assert statistic < degrees + 5 * math.sqrt(2 * degrees) + 12, (statistic, degrees)
-
-
-FILTERS = [
-    {},
-    {"temperature": 0.7},
-    {"top_k": 5},
-    {"top_p": 0.8},
-    {"min_p": 0.1},
-    {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
-]
-
-
-def wanted(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> torch.Tensor:
-    """The distribution by definition, one filter after the other, in float64."""
-    probs = (logits.double() / temperature).softmax(-1)
-    probs = torch.where(probs >= min_p * probs.max(), probs, 0.0)
-    if top_k:
-        probs = torch.where(probs >= probs.sort(descending=True).values[top_k - 1], probs, 0.0)
-    probs = probs / probs.sum()
-    order = probs.argsort(descending=True)
-    before = probs[order].cumsum(0) - probs[order]
-    probs[order[before >= top_p]] = 0.0
-    return probs / probs.sum()
-
-
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_draws_follow_the_filtered_distribution(filters: dict) -> None:
-    logits = random_logits(1, seed=5) / 2
-    chi_square(SamplingParams(**filters), logits, wanted(logits[0], **filters))
-
-
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_the_distribution_test_sees_a_wrong_temperature(filters: dict) -> None:
-    logits = random_logits(1, seed=5) / 2
-    with pytest.raises(AssertionError):
-        chi_square(SamplingParams(**filters), logits * 1.25, wanted(logits[0], **filters))
-
-
 def test_seeded_draws_follow_the_distribution_too() -> None:
     logits = random_logits(1, seed=5) / 2
-    batch = Batch(SamplingParams(seed=9))
-    seen = Counter(int(batch(logits, np.array([p])).sampled_token_ids[0]) for p in range(4_000))
+    batch, rows = Batch(*[SamplingParams(seed=9)] * 8), logits.repeat(8, 1)
+    seen = Counter()
+    for first in range(0, 4_000, 8):
+        seen.update(batch(rows, np.arange(first, first + 8)).sampled_token_ids.tolist())
     probs = logits[0].double().softmax(-1)
     for token, probability in enumerate(probs.tolist()):
         error = 5 * math.sqrt(4_000 * probability) + 5
@@ -281,6 +235,57 @@ def test_a_row_used_again_forgets_the_request_before() -> None:
     logits[0, 4] = 1.0
     out = batch(logits)
     assert out.sampled_token_ids.tolist() == [4] and out.logprobs is None
+
+
+def test_lists_of_a_batch_are_packed_anew_when_one_of_its_rows_is_given_away() -> None:
+    """Neither the number of rows nor their order tells that one is another request's now."""
+    batch = Batch(*[greedy(logit_bias={i: 50.0}, logprob_token_ids=[i]) for i in (4, 5)])
+    logits = torch.zeros(2, VOCAB)
+    assert batch(logits).sampled_token_ids.tolist() == [4, 5]
+    batch.sampler.add_request(batch.rows[0], 3, greedy(allowed_token_ids=[9], logprobs=1))
+    out = batch(logits)
+    assert out.sampled_token_ids.tolist() == [9, 5]
+    assert out.logprobs.logprob_token_ids[1].tolist() == [5, 5]
+
+
+def test_sixteen_bad_words_of_all_lengths_hold_for_each_row_alone() -> None:
+    rng = np.random.default_rng(3)
+    outputs = rng.integers(0, 6, (4, 8)).tolist()
+    words = [
+        [rng.integers(0, 6, n).tolist() for n in range(1, 5) for _ in range(4)] for _ in outputs
+    ]
+    states = RequestState(4, 64, VOCAB, "cpu")
+    sampler = Sampler(states, "raw_logprobs", seed=0)
+    for i, output in enumerate(outputs):
+        params = greedy()
+        params._bad_words_token_ids = words[i]
+        states.add_request(f"r{i}", 2, [1, 2, *output], 0)
+        sampler.add_request(states.req_id_to_index[f"r{i}"], 2, params)
+    rows = np.array([states.req_id_to_index[f"r{i}"] for i in range(4)])
+    got = sampler.apply_sampling_params(torch.zeros(4, VOCAB), rows, np.full(4, 9))
+    for i, output in enumerate(outputs):
+        want = {w[-1] for w in words[i] if w[:-1] == output[len(output) - len(w) + 1 :]}
+        assert set((got[i] == float("-inf")).nonzero().flatten().tolist()) == want
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits"])
+def test_logits_are_returned_as_they_are_and_as_they_were_changed(mode: str) -> None:
+    logits = random_logits(1)
+    out = Batch(greedy(logit_bias={3: 50.0}, logprobs=2), mode=mode)(logits).logprobs
+    want = logits[0] + (torch.arange(VOCAB) == 3) * 50.0 if mode[0] == "p" else logits[0]
+    np.testing.assert_array_equal(out.logprob_token_ids[0, 1:], want.topk(2).indices)
+    np.testing.assert_array_equal(out.logprobs[0], want[out.logprob_token_ids[0]])
+
+
+def test_noise_in_float64_draws_the_same_distribution_and_other_numbers() -> None:
+    seeds, positions, ids = torch.tensor([[7]]), torch.tensor([[3]]), torch.arange(4000)[None]
+    wide = seeded_noise(seeds, positions, ids, use_fp64=True)
+    narrow = seeded_noise(seeds, positions, ids)
+    assert wide.dtype == torch.float64 and narrow.dtype == torch.float32
+    # Gumbel: mean 0.5772, variance pi^2 / 6.
+    for noise in (wide, narrow):
+        assert float(noise.mean()) == pytest.approx(0.5772, abs=5 * 1.2825 / 4000**0.5)
+        assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.15)
 
 
 @pytest.mark.parametrize("params", [greedy(), SamplingParams(), SamplingParams(seed=1)], ids=str)

@@ -17,6 +17,8 @@ from server.helpers import (
     strict_json,
 )
 
+from vllmx.sampling_params import RepetitionDetectionParams
+
 PATH = "/v1/completions"
 
 
@@ -315,3 +317,21 @@ def test_sampling_defaults_of_the_model_fill_what_the_request_leaves_open(
     assert (first.temperature, first.top_k, first.repetition_penalty) == (0.3, 7, 1.1)
     assert first.max_tokens == third.max_tokens == 5
     assert (second.temperature, second.repetition_penalty, second.max_tokens) == (0.0, 1.1, 9)
+
+
+def test_budgets_and_the_end_of_repetitions_reach_the_engine(
+    engine: EngineDouble, url: str
+) -> None:
+    detection = {"max_pattern_size": 4, "min_count": 3}
+    body = {"prompt": "a", "thinking_token_budget": 7, "repetition_detection": detection}
+    assert post(url, PATH, body).status_code == 200
+    (_, params, _) = engine.seen[-1]
+    assert params.thinking_token_budget == 7
+    assert params.repetition_detection == RepetitionDetectionParams(4, 0, 3)
+    for wrong in (
+        {"thinking_token_budget": -2},
+        {"repetition_detection": {"min_count": -1, "max_pattern_size": 1}},
+    ):
+        assert (
+            next(iter(wrong)) in error_of(post(url, PATH, {"prompt": "a", **wrong}), 400)["param"]
+        )

@@ -14,6 +14,7 @@ from gpu_helpers import on_a_gpu, runner_of
 from hybrid_model import VOCAB, Recurrence, expected, hybrid_engine, registered, save_hybrid
 
 from vllmx import LLM, SamplingParams
+from vllmx.ir.select import OpChoice
 from vllmx.kernels.triton_input import prepare_states
 from vllmx.layers.mamba_base import mamba_layers
 from vllmx.worker.gpu_steps import graph_refusal
@@ -151,6 +152,20 @@ def test_layers_whose_states_the_host_must_know_have_no_graphs(monkeypatch, fold
     assert graph_refusal(runner) is None
     monkeypatch.setattr(Recurrence, "graphs", False)
     assert graph_refusal(runner) == "layer layers.0 asks the device for its states"
+
+
+def test_experts_by_their_definition_have_no_graphs(monkeypatch, folder) -> None:
+    llm = on_a_gpu(monkeypatch, folder, [], **SETTINGS)
+    runner = runner_of(llm)
+    for layer in runner.attn_layers:
+        monkeypatch.setattr(layer.backend, "supports_cudagraph", classmethod(lambda cls: True))
+    runner.ops.choices.pop("reshape_and_cache", None)
+    runner.ops.choices["fused_experts"] = OpChoice("fused_experts", "triton")
+    assert graph_refusal(runner) is None
+    runner.ops.choices["fused_experts"] = OpChoice("fused_experts", "torch")
+    assert graph_refusal(runner) == (
+        "op fused_experts: provider torch asks the device for the experts of each token"
+    )
 
 
 @pytest.mark.parametrize("caching", [False, True])

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from vllmx.ir.op import OpContext
 
+NO_SINKS = "has no attention sinks"
+"""Why a backend refuses layers with a score beside those of the keys."""
+
 
 @dataclass
 class CommonAttentionMetadata:
@@ -44,6 +47,9 @@ class CommonAttentionMetadata:
 class AttentionMetadataBuilder(ABC):
     """Turns the batch into what this backend's `run` wants, once a step and KV cache group."""
 
+    plans_replays: ClassVar[bool] = False
+    """Whether `plan_replay` does anything."""
+
     def __init__(self, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.device = device
@@ -51,6 +57,16 @@ class AttentionMetadataBuilder(ABC):
     @abstractmethod
     def build(self, common: CommonAttentionMetadata) -> Any:
         """The backend's own metadata; it has `slot_mapping` beside what `run` needs."""
+
+    def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Any:
+        """The same for a batch of decodes that is run once and then captured."""
+        return self.build(common)
+
+    def plan_replay(self, num_reqs: int, seq_lens: np.ndarray) -> None:  # noqa: B027
+        """Get ready for a replay of the graph of `num_reqs` decodes, for a batch of these lengths.
+
+        Called before each, where `plans_replays`.
+        """
 
 
 class AttentionBackend(ABC):
@@ -61,7 +77,8 @@ class AttentionBackend(ABC):
     @staticmethod
     @abstractmethod
     def refusal(context: OpContext) -> bool | str:
-        """True, or why calls with these facts (head_size, sliding_window, soft_cap) can't run."""
+        """True, or why calls with these facts (head_size, sliding_window, soft_cap, sinks) can't
+        run."""
 
     @staticmethod
     @abstractmethod
@@ -83,7 +100,8 @@ class AttentionBackend(ABC):
     ) -> Tensor:
         """Attention of query [num_tokens, num_heads, head_size] to the cache; same shape back.
 
-        k_scale, v_scale: as of the op `paged_attention`.
+        k_scale, v_scale: as of the op `paged_attention`. A backend that does not refuse the fact
+        `sinks` also takes that argument of the op, by name.
         """
 
     @staticmethod
@@ -130,6 +148,7 @@ class AttentionBackend(ABC):
         soft_cap: float | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """This backend as a provider of the op `paged_attention`: build the metadata, then run."""
         starts, lengths = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
@@ -147,4 +166,5 @@ class AttentionBackend(ABC):
         )
         metadata = cls.get_builder_cls()(key_cache.shape[1], query.device).build(common)
         how = (scale, sliding_window, soft_cap, k_scale, v_scale)
-        return cls.run(query, key_cache, value_cache, metadata, *how)
+        more: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+        return cls.run(query, key_cache, value_cache, metadata, *how, **more)

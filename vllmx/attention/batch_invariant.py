@@ -144,6 +144,7 @@ class PrefillTriton(TritonAttentionBackend):
         soft_cap: float | None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend.run."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -155,13 +156,14 @@ class PrefillTriton(TritonAttentionBackend):
             metadata.block_table,
             metadata.query_start_loc,
             metadata.seq_lens,
-            metadata.tiles(tokens_of_a_tile(group, query.dtype)),
+            metadata.tiles(tokens_of_a_tile(group, query.dtype, query.shape[2])),
             out,
             scale * k_scale,
             sliding_window,
             soft_cap,
             v_scale,
             masks_all=True,
+            sinks=sinks,
         )
         return out
 

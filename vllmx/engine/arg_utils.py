@@ -43,6 +43,12 @@ def engine_args_to_config(**kwargs: Any) -> RunConfig:
         if name == "model" and named:
             continue
         flag = table[name]
+        if name == "logits_processors" and isinstance(value, (list, tuple)):
+            # Only here may they be classes as well, which no file and no command line can hold.
+            names = [item for item in value if not isinstance(item, type)]
+            check_value(flag.field, name, names)
+            assign(run, flag.field.key, list(value))
+            continue
         value = check_value(flag.field, name, value)
         assign(run, flag.field.key, not value if flag.inverted else value)
     budget = run.scheduler.max_num_batched_tokens

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllmx.engine import EngineCoreRequest
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 PromptType = str | list[int] | dict[str, Any]
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids" and perhaps "cache_salt"."""
 
+LOGITSPROCS_GROUP = "vllm.logits_processors"
+"""Entry point group of packages that bring logits processors."""
 _TOKENIZATION_KWARGS = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
 
 
@@ -57,6 +60,12 @@ class InputProcessor:
         """Those of a file's token ids that the model has a row for; the others can't come up."""
         vocab_size = self.model_config.get_vocab_size()
         return [i for i in token_ids if isinstance(i, int) and 0 <= i < vocab_size]
+
+    @property
+    def end_token_ids(self) -> set[int]:
+        """Every token with which the model ends an answer."""
+        ids = set(self.generation_config_fields["eos_token_id"])
+        return ids if self.eos_token_id is None else ids | {self.eos_token_id}
 
     @property
     def _max_model_len(self) -> int:
@@ -166,12 +175,16 @@ class InputProcessor:
             self.vllm_config.structured_outputs_config,
             self.tokenizer,
         )
-        if params.thinking_token_budget is not None:
+        reasoning = self.vllm_config.reasoning_config
+        if params.thinking_token_budget is not None and not (reasoning and reasoning.enabled):
             raise VLLMValidationError(
-                "thinking_token_budget is set but reasoning is not built yet.",
+                "thinking_token_budget is set but reasoning_config is not configured. "
+                "Please set --reasoning-parser and/or --reasoning-config to use "
+                "thinking_token_budget.",
                 parameter="thinking_token_budget",
                 value=params.thinking_token_budget,
             )
+        self._validate_for_processors(params)
         if params.stop and self.tokenizer is None:
             raise VLLMValidationError(
                 "stop strings need a tokenizer, so they can't be used with "
@@ -179,6 +192,18 @@ class InputProcessor:
                 parameter="stop",
                 value=params.stop,
             )
+
+    def _validate_for_processors(self, params: SamplingParams) -> None:
+        """Let custom logits processors check the parameters, where there are any."""
+        if self._has_processors:
+            from vllmx.sample.logits_processor import validate_logits_processors_parameters
+
+            validate_logits_processors_parameters(self.model_config.logits_processors, params)
+
+    @cached_property
+    def _has_processors(self) -> bool:
+        # Without any, the front end of another process never loads torch for their sake.
+        return bool(self.model_config.logits_processors or entry_points(group=LOGITSPROCS_GROUP))
 
     def _tokenize(
         self, prompt: PromptType, params: SamplingParams, kwargs: dict[str, Any]

@@ -14,6 +14,7 @@ from vllmx.engine.executor import Executor
 from vllmx.engine.front import EngineFront, fan_out, make_logger_manager
 from vllmx.engine.input_processor import PromptType
 from vllmx.engine.input_processor import prompt_text as text_of
+from vllmx.exceptions import UserError
 from vllmx.metrics.stats import IterationStats
 from vllmx.model_loader.tokenizer import Tokenizer
 from vllmx.outputs import RequestOutput
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vllmx.config import VllmConfig
     from vllmx.engine.arg_utils import EngineArgs
     from vllmx.metrics.loggers import StatLoggerFactory
+    from vllmx.metrics.reader import Metric
 
 
 class LLMEngine(EngineFront):
@@ -168,6 +170,16 @@ class LLMEngine(EngineFront):
         if now - self._last_log_time >= self.vllm_config.observability_config.log_stats_interval:
             self._last_log_time = now
             self.do_log_stats()
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's metrics as they stand; UserError where no statistics are kept."""
+        if self.logger_manager is None:
+            raise UserError(
+                "get_metrics: no statistics are kept; make the engine with disable_log_stats=False."
+            )
+        from vllmx.metrics.reader import get_metrics_snapshot
+
+        return get_metrics_snapshot(self.logger_manager.registry)
 
     def do_log_stats(self) -> None:
         """Let every logger write its line now."""

@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,30 @@ if TYPE_CHECKING:
     from vllmx.model_loader.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
+_CONTEXT = 4
+"""Tokens that a character may be spread over, besides its last."""
+
+
+def decode_in_context(
+    decode: Callable[[list[int]], str], token_id: int, context: Sequence[int]
+) -> str:
+    """What a token shows that leaves a character unfinished or finishes one, by decoding alone.
+
+    context: the tokens before it. The token that finishes a character shows all of it, with what
+    stood before it in the tokens that showed nothing; one that leaves it unfinished shows nothing.
+    """
+    for count in range(1, min(len(context), _CONTEXT) + 1):
+        before = list(context)[-count:]
+        whole = decode([*before, token_id])
+        if whole.endswith(_REPLACEMENT):
+            continue
+        while before and decode(before[-1:]).endswith(_REPLACEMENT):
+            before.pop()  # it showed nothing
+        # Some tokenizers write the same tokens otherwise at the end of a text.
+        prefix = decode(before) if before else ""
+        pairs = zip(prefix, whole, strict=False)
+        return whole[sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
+    return ""
 
 
 class _TokenTexts:
@@ -38,14 +63,16 @@ class _TokenTexts:
         self._tokenizer = tokenizer
         pieces = get_token_pieces(tokenizer, skip_special_tokens=False)
         self._decoder = None if pieces is None else PieceDecoder(pieces, prompt_token_ids)
+        self._before: deque[int] = deque(prompt_token_ids[-_CONTEXT:], maxlen=_CONTEXT)
 
     def advance(self, token_ids: list[int]) -> list[str]:
         """Texts of `token_ids`, which all stand at the next position; the first is the chosen."""
         decoder = self._decoder
         chosen = token_ids[0]
         if decoder is None:
-            texts = [self._tokenizer.decode([token_id]) for token_id in token_ids]
+            texts = [self._alone(token_id) for token_id in token_ids]
             text = texts[0]
+            self._before.append(chosen)
         elif not decoder.partial:
             texts = [decoder.peek(token_id) for token_id in token_ids]
             text = decoder.push(chosen)
@@ -62,6 +89,13 @@ class _TokenTexts:
             text if token_id == chosen else other.rstrip(_REPLACEMENT)
             for token_id, other in zip(token_ids, texts, strict=True)
         ]
+
+    def _alone(self, token_id: int) -> str:
+        """Text of a token of a tokenizer whose pieces are not known."""
+        text = self._tokenizer.decode([token_id])
+        if not text.endswith(_REPLACEMENT):
+            return text
+        return decode_in_context(self._tokenizer.decode, token_id, self._before)
 
 
 @dataclass

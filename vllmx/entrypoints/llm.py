@@ -14,9 +14,15 @@ from vllmx.engine.input_processor import PromptType
 from vllmx.engine.llm_engine import LLMEngine
 from vllmx.exceptions import UserError, VLLMValidationError
 from vllmx.outputs import RequestOutput
-from vllmx.sampling_params import RequestOutputKind, SamplingParams
+from vllmx.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
+    from vllmx.entrypoints.beam_search import (
+        BeamSearchInstance,
+        BeamSearchOutput,
+        BeamSearchSequence,
+    )
+    from vllmx.metrics.reader import Metric
     from vllmx.model_loader.tokenizer import Tokenizer
 
 Message = dict[str, Any]
@@ -146,6 +152,110 @@ class LLM:
         )
         return self._run_engine(use_tqdm)
 
+    def enqueue(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: Any | None = None,
+        priority: list[int] | None = None,
+        use_tqdm: UseTqdm = True,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """Queue prompts without running them; returns their request ids. As `generate` otherwise.
+
+        Adding them takes no time that a bar would show, so use_tqdm shows none.
+        """
+        return self._add_requests(
+            _as_prompts(prompts),
+            sampling_params,
+            priority=priority,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+        )
+
+    def wait_for_completion(
+        self, output_type: Any | None = None, *, use_tqdm: UseTqdm = True
+    ) -> list[RequestOutput]:
+        """Run all that is queued; the outputs in the order in which they were queued.
+
+        output_type: RequestOutput, a tuple with it, or None; there is no other kind.
+        """
+        wanted = output_type if isinstance(output_type, tuple) else (output_type,)
+        if output_type is not None and RequestOutput not in wanted:
+            raise TypeError(f"output_type must be RequestOutput, got {output_type!r}.")
+        return self._run_engine(use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        params: BeamSearchParams,
+        lora_request: Any | None = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The params.beam_width likeliest answers to each prompt, likeliest first.
+
+        Tokens and text of a sequence begin with the prompt's; there is no text without a tokenizer.
+        concurrency_limit: prompts searched
+        from at once, all by default. Raises ValueError for a bad prompt or parameter.
+        """
+        from vllmx.entrypoints.beam_search import BeamSearchInstance, BeamSearchOutput
+
+        instances = []
+        for prompt in _as_prompts(prompts):
+            request = self.input_processor.process_inputs("", prompt, SamplingParams(max_tokens=1))
+            assert request.prompt_token_ids is not None and self.model_config.max_model_len
+            instances.append(
+                BeamSearchInstance(
+                    prompt,
+                    request.prompt_token_ids,
+                    params,
+                    frozenset(self.input_processor.end_token_ids),
+                    self.model_config.max_model_len,
+                    lora_request,
+                )
+            )
+        limit = concurrency_limit or max(len(instances), 1)
+        for start in range(0, len(instances), limit):
+            self._search(instances[start : start + limit], params, use_tqdm)
+        found = [instance.best() for instance in instances]
+        tokenizer = self.input_processor.tokenizer
+        for sequence in itertools.chain.from_iterable(found if tokenizer else ()):
+            assert tokenizer is not None
+            sequence.text = tokenizer.decode(sequence.tokens)
+        return [BeamSearchOutput(sequences) for sequences in found]
+
+    def _search(
+        self, instances: list[BeamSearchInstance], params: BeamSearchParams, use_tqdm: bool
+    ) -> None:
+        """Step the searches together to their ends; the bar counts tokens, at most so many."""
+        from vllmx.entrypoints.beam_search import step_params
+
+        steps: Iterable[int] = range(params.max_tokens)
+        if use_tqdm:
+            steps = _tqdm()(steps, desc="Beam search", unit="token")
+        for _ in steps:
+            going = [instance for instance in instances if instance.beams]
+            if not going:
+                return
+            beams = [beam for instance in going for beam in instance.beams]
+            self._add_requests(
+                [_continued(beam) for beam in beams],
+                step_params(params),
+                lora_request=going[0].lora_request,
+            )
+            results = iter(self._run_engine(use_tqdm=False))
+            for instance in going:
+                instance.advance(list(itertools.islice(results, len(instance.beams))))
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's metrics as they stand; needs disable_log_stats=False.
+
+        One object for each set of labels: a Counter, a Gauge or a Histogram of
+        vllmx.metrics.reader.
+        """
+        return self.llm_engine.get_metrics()
+
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
@@ -170,8 +280,8 @@ class LLM:
         priority: list[int] | None = None,
         lora_request: Any | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        """Queue all the prompts, or none if one of them is refused."""
+    ) -> list[str]:
+        """Queue all the prompts, or none if one of them is refused; their request ids."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         all_params = _one_each(sampling_params, "params", len(prompts))
@@ -195,6 +305,7 @@ class LLM:
         except BaseException:
             self.llm_engine.abort_request(added, internal=True)
             raise
+        return added
 
     def _run_engine(self, use_tqdm: UseTqdm) -> list[RequestOutput]:
         """Step until every request has finished; their outputs in the order they were added."""
@@ -246,6 +357,13 @@ class _Progress:
         """Leave the bar as it stands."""
         if self.bar is not None:
             self.bar.close()
+
+
+def _continued(beam: BeamSearchSequence) -> PromptType:
+    """The prompt of a beam's next step, in the prompt's own part of the prefix cache."""
+    prompt: dict[str, Any] = {"prompt_token_ids": beam.tokens}
+    salt = beam.orig_prompt.get("cache_salt") if isinstance(beam.orig_prompt, dict) else None
+    return prompt if salt is None else {**prompt, "cache_salt": salt}
 
 
 def _tqdm() -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from vllmx import kernels
 from vllmx.attention.selector import all_backends
 from vllmx.config import KernelConfig
 from vllmx.exceptions import UserError
+from vllmx.ir import measured
 from vllmx.ir import ops as ir_ops
 from vllmx.ir.op import REFERENCE, IrOp, IrOpImpl, OpContext
 
@@ -37,11 +38,15 @@ NOBODY = "none"
 
 @dataclass
 class OpChoice:
-    """The provider chosen for an op, NOBODY if none, and why each other one was passed over."""
+    """The provider chosen for an op, NOBODY if none, and why each other one was passed over.
+
+    because: what it was chosen by, in words.
+    """
 
     op: str
     provider: str
     refused: dict[str, str] = field(default_factory=dict)
+    because: str = ""
 
 
 def load_ops() -> dict[str, IrOp]:
@@ -64,6 +69,11 @@ class OpTable:
         self.batch_invariant = kernel_config.batch_invariant
         priority = INVARIANT_PRIORITY if self.batch_invariant else DEVICE_PRIORITY
         self.default = kernel_config.default_priority or priority[device]
+        by_times = not kernel_config.default_priority and not self.batch_invariant
+        self.measured = measured.load(device) if by_times else measured.Measured()
+        self._listed_by = "kernel.default_priority"
+        if not kernel_config.default_priority:
+            self._listed_by = f"the list for {device}; `vllmx bench kernels` measures"
         self.choices: dict[str, OpChoice] = {}
         self.shared: dict[Any, Any] = {}
         """Tables that several layers use, such as rotary angles, by what they depend on."""
@@ -84,7 +94,8 @@ class OpTable:
         refused: dict[str, str] = {}
         chosen: IrOpImpl | None = None
         wanted = self.explicit.get(op_name)
-        for provider in wanted or [*self.default, REFERENCE]:
+        scores = self.measured.scores(op_name, self.dtype, facts)
+        for provider in wanted or self._in_order(scores):
             impl = op.impls.get(provider)
             if impl is None or provider in refused:
                 continue
@@ -102,11 +113,20 @@ class OpTable:
             if provider != name and provider not in refused:
                 reason = self._refusal(impl, context)
                 refused[provider] = reason or "not first in the priority list"
-        self.choices.setdefault(op_name, OpChoice(op_name, name, refused))
+        because = self._listed_by
+        if wanted:
+            because = f"kernel.ir_op_priority.{op_name}"
+        elif scores:
+            because = f"measured for {measured.shape_class(facts)}: {measured.in_words(scores)}"
+        self.choices.setdefault(op_name, OpChoice(op_name, name, refused, because))
         if chosen is None:
             reasons = "; ".join(f"{provider}: {why}" for provider, why in refused.items())
             raise UserError(f"op {op_name}: no provider takes it on {self.device}: {reasons}.")
         return self._in_this_mode(chosen)
+
+    def _in_order(self, scores: dict[str, float]) -> list[str]:
+        """Providers to try, the device's or the config's list put in order by their times."""
+        return measured.in_order(list(dict.fromkeys([*self.default, REFERENCE])), scores)
 
     def reference(self, op_name: str) -> IrOpImpl:
         """The op's own definition, in the form that it has with kernel.batch_invariant if set."""
@@ -137,7 +157,8 @@ class OpTable:
         if reason is not None:
             raise UserError(f"attention.backend={backend}: it cannot be used: {reason}.")
         others = {name: f"attention.backend={backend}" for name in impls if name != backend}
-        self.choices.setdefault("paged_attention", OpChoice("paged_attention", backend, others))
+        choice = OpChoice("paged_attention", backend, others, f"attention.backend={backend}")
+        self.choices.setdefault("paged_attention", choice)
         return self._in_this_mode(impls[backend])
 
     def idle_providers(self) -> dict[str, str]:

@@ -6,7 +6,7 @@ and the keys of a request are split over `SPLITS` programs, whose parts a second
 many keys there are is read on the device, so a launch may be replayed in a CUDA graph.
 
 Prefill: the rows of a program are some new tokens of one request times the heads that share a key
-head. Which tokens, is a list made on the host (`PREFILL_ROWS`).
+head. Which tokens, is a list made on the host (`tokens_of_a_tile`).
 
 Keys that are masked are never loaded: what no request has written may be NaN. Softmax is online,
 in float32, base 2. In Triton's interpreter (`WIDE`) products are taken in float32 too.
@@ -34,9 +34,10 @@ else:
 LOG2_E = 1.4426950408889634
 DECODE_KEYS = 64
 """Keys that a decode program looks at together."""
-PREFILL_ROWS = 128
-"""Rows of a prefill program: new tokens times the query heads of a key head. A quarter in float32,
-whose products are taken element by element."""
+TILE_TOKENS = 64
+"""New tokens of a prefill program, for each of the query heads that share its key head."""
+MAX_TILE_ROWS = 256
+"""Most rows of a prefill program, tokens times heads; fewer where they are wide."""
 MAX_SPLITS = 32
 INTERPRETED_PROCESSORS = 4
 """Multiprocessors that Triton's interpreter is taken to have: splits are then tested too."""
@@ -67,31 +68,51 @@ if SUPPORTED is True:
 
     @triton.jit
     def _scores(query, keys, scale, soft_cap, HAS_CAP: tl.constexpr, WIDE: tl.constexpr):
-        """query @ keys.T scaled and capped, times log2(e), float32."""
+        """query @ keys.T, float32; scaled only if capped, as the softmax scales the others."""
         if WIDE:
             scores = tl.dot(query, tl.trans(keys.to(tl.float32)), input_precision="ieee")
         else:
             scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision="ieee")
-        scores *= scale
         if HAS_CAP:
             # tanh by its definition: 1 - 2 / (e^2x + 1), right at both ends.
-            scores = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * scores / soft_cap) + 1.0))
-        return scores * 1.4426950408889634
+            scores = soft_cap * (1.0 - 2.0 / (tl.exp(2.0 * scale * scores / soft_cap) + 1.0))
+        return scores
 
     @triton.jit
-    def _accumulate(best, total, out, scores, values, WIDE: tl.constexpr, COMPUTE: tl.constexpr):
-        """One step of the online softmax."""
-        new_best = tl.maximum(best, tl.max(scores, axis=1))
+    def _factor(scale, HAS_CAP: tl.constexpr):
+        """What makes an exponent of 2 of what `_scores` returns."""
+        if HAS_CAP:
+            return 1.4426950408889634
+        return scale * 1.4426950408889634
+
+    @triton.jit
+    def _accumulate(
+        best, total, out, scores, factor, values, WIDE: tl.constexpr, COMPUTE: tl.constexpr
+    ):
+        """One step of the online softmax. One multiplication and subtraction an element: the
+        products wait for this."""
+        new_best = tl.maximum(best, tl.max(scores, axis=1) * factor)
         # A row that has seen no key yet has -inf for its best, and -inf - -inf is NaN.
         safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weights = tl.exp2(scores - safe[:, None])
+        weights = tl.exp2(scores * factor - safe[:, None])
         shrink = tl.exp2(best - safe)
         total = total * shrink + tl.sum(weights, axis=1)
         if WIDE:
             part = tl.dot(weights, values.to(tl.float32), input_precision="ieee")
-        else:
-            part = tl.dot(weights.to(COMPUTE), values.to(COMPUTE), input_precision="ieee")
-        return new_best, total, out * shrink[:, None] + part
+            return new_best, total, out * shrink[:, None] + part
+        out = tl.dot(
+            weights.to(COMPUTE),
+            values.to(COMPUTE),
+            acc=out * shrink[:, None],
+            input_precision="ieee",
+        )
+        return new_best, total, out
+
+    @triton.jit
+    def _begin_with_sinks(sink_ptrs, has_sink):
+        """The softmax of rows that have seen their sink and no key: (best, total)."""
+        sinks = tl.load(sink_ptrs, mask=has_sink, other=0.0).to(tl.float32) * 1.4426950408889634
+        return tl.where(has_sink, sinks, float("-inf")), tl.where(has_sink, 1.0, 0.0)
 
     @triton.jit
     def _decode_kernel(
@@ -109,6 +130,7 @@ if SUPPORTED is True:
         out_ptr,
         part_ptr,
         weight_ptr,
+        sinks_ptr,
         scale,
         value_scale,
         soft_cap,
@@ -122,6 +144,7 @@ if SUPPORTED is True:
         SPLITS: tl.constexpr,
         HAS_WINDOW: tl.constexpr,
         HAS_CAP: tl.constexpr,
+        HAS_SINKS: tl.constexpr,
         WIDE: tl.constexpr,
         DEPENDENT_LAUNCH: tl.constexpr,
     ):
@@ -153,6 +176,10 @@ if SUPPORTED is True:
         best = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         out = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if HAS_SINKS:
+            # Of a request's parts the first has it, which has keys if any has.
+            has_sink = in_group & (rows >= split * ROWS) & (rows < (stop - first) * ROWS)
+            best, total = _begin_with_sinks(sinks_ptr + heads, has_sink)
         if first < stop:
             places = heads[:, None] * HEAD_SIZE + columns[None, :]
             query = tl.load(query_ptr + request * query_stride + places, mask=mask, other=0.0)
@@ -160,6 +187,7 @@ if SUPPORTED is True:
                 query = query.to(tl.float32)
             table_row = table_ptr + request * table_stride
             head_start = kv_head * HEAD_SIZE
+            factor = _factor(scale, HAS_CAP)
             for begin in range(first, stop, KEYS):
                 positions = begin + tl.arange(0, KEYS)
                 inside = positions < stop
@@ -189,7 +217,9 @@ if SUPPORTED is True:
                 )
                 scores = _scores(query, keys, scale, soft_cap, HAS_CAP, WIDE)
                 scores = tl.where(inside[None, :], scores, float("-inf"))
-                best, total, out = _accumulate(best, total, out, scores, values, WIDE, compute)
+                best, total, out = _accumulate(
+                    best, total, out, scores, factor, values, WIDE, compute
+                )
 
         # A padding request has no keys: its output is zero.
         out = out / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
@@ -250,6 +280,7 @@ if SUPPORTED is True:
         seq_lens_ptr,
         tile_ptr,
         out_ptr,
+        sinks_ptr,
         scale,
         value_scale,
         soft_cap,
@@ -263,6 +294,7 @@ if SUPPORTED is True:
         KEYS: tl.constexpr,
         HAS_WINDOW: tl.constexpr,
         HAS_CAP: tl.constexpr,
+        HAS_SINKS: tl.constexpr,
         MASKS_ALL: tl.constexpr,
         WIDE: tl.constexpr,
     ):
@@ -303,8 +335,11 @@ if SUPPORTED is True:
         best = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         out = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if HAS_SINKS:
+            best, total = _begin_with_sinks(sinks_ptr + heads, meant)
         table_row = table_ptr + request * table_stride
         head_start = kv_head * HEAD_SIZE
+        factor = _factor(scale, HAS_CAP)
         # Up to here every row sees every key, and no mask is needed.
         whole = begin
         if not HAS_WINDOW and not MASKS_ALL:
@@ -323,7 +358,9 @@ if SUPPORTED is True:
                     keys = tl.load(of_key[:, None] + place, mask=in_head[None, :], other=0.0)
                     values = tl.load(of_value[:, None] + place, mask=in_head[None, :], other=0.0)
                 scores = _scores(query, keys, scale, soft_cap, HAS_CAP, WIDE)
-                best, total, out = _accumulate(best, total, out, scores, values, WIDE, compute)
+                best, total, out = _accumulate(
+                    best, total, out, scores, factor, values, WIDE, compute
+                )
         for key in range(whole, stop, KEYS):
             positions = key + tl.arange(0, KEYS)
             inside = positions < stop
@@ -356,7 +393,7 @@ if SUPPORTED is True:
                 seen &= positions[None, :] > last[:, None] - window
             scores = _scores(query, keys, scale, soft_cap, HAS_CAP, WIDE)
             scores = tl.where(seen, scores, float("-inf"))
-            best, total, out = _accumulate(best, total, out, scores, values, WIDE, compute)
+            best, total, out = _accumulate(best, total, out, scores, factor, values, WIDE, compute)
 
         out = out / tl.where(total == 0.0, 1.0, total)[:, None] * value_scale
         places = token_row * num_heads * HEAD_SIZE + heads * HEAD_SIZE
@@ -383,10 +420,14 @@ def num_splits(programs: int, max_seq_len: int, enough: int) -> int:
     return splits
 
 
-def tokens_of_a_tile(group: int, dtype: torch.dtype) -> int:
-    """New tokens of a prefill program where `group` query heads of `dtype` share a key head."""
-    rows = PREFILL_ROWS if dtype.itemsize == 2 else PREFILL_ROWS // 4
-    return max(rows // group, 1)
+def tokens_of_a_tile(group: int, dtype: torch.dtype, head_size: int) -> int:
+    """New tokens of a prefill program where `group` query heads of `dtype` share a key head.
+
+    float32 has a quarter of the rows: its products are taken element by element.
+    """
+    most = MAX_TILE_ROWS if head_size <= 128 else MAX_TILE_ROWS // 2
+    rows = min(TILE_TOKENS * group, most)
+    return max((rows if dtype.itemsize == 2 else rows // 4) // group, 1)
 
 
 def paged_decode(
@@ -401,6 +442,7 @@ def paged_decode(
     soft_cap: float | None,
     v_scale: float,
     splits: int,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of one new token a request into `out`, [num_reqs, num_heads, head_size] as `query`.
 
@@ -417,6 +459,12 @@ def paged_decode(
         shape = (num_reqs * num_heads, splits)
         part = torch.empty((*shape, head_size), dtype=torch.float32, device=device)
         weight = torch.empty(shape, dtype=torch.float32, device=device)
+    keys, warps, stages = DECODE_KEYS if columns <= 128 else DECODE_KEYS // 2, 4, 2
+    if query.element_size() != 2:
+        stages = 1
+    elif splits == 1 and columns <= 128:
+        # Enough programs for the device: small ones, whose loads are many at a time.
+        keys, warps, stages = 16, 2, 5
     _decode_kernel[(num_reqs, num_kv_heads, splits)](
         query,
         query.stride(0),
@@ -432,6 +480,7 @@ def paged_decode(
         out,
         part,
         weight,
+        out if sinks is None else sinks,
         scale,
         v_scale,
         soft_cap or 0.0,
@@ -441,13 +490,14 @@ def paged_decode(
         HEAD_SIZE=head_size,
         COLUMNS=columns,
         BLOCK_SIZE=key_cache.shape[1],
-        KEYS=DECODE_KEYS if columns <= 128 else DECODE_KEYS // 2,
+        KEYS=keys,
         SPLITS=splits,
         HAS_WINDOW=sliding_window is not None,
         HAS_CAP=soft_cap is not None,
+        HAS_SINKS=sinks is not None,
         WIDE=device.type == "cpu",
-        num_warps=4,
-        num_stages=2 if query.element_size() == 2 else 1,
+        num_warps=warps,
+        num_stages=stages,
         **after_the_last(device),
     )
     if splits > 1:
@@ -477,6 +527,7 @@ def paged_prefill(
     soft_cap: float | None,
     v_scale: float,
     masks_all: bool = False,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of the tokens of `tiles` into `out`, [num_tokens, num_heads, head_size] as `query`.
 
@@ -488,9 +539,13 @@ def paged_prefill(
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
     columns = max(triton.next_power_of_2(head_size), 16)
-    tokens = tokens_of_a_tile(group, query.dtype)
-    half = query.element_size() == 2
-    keys = 64 if half and columns <= 128 else 32
+    tokens = tokens_of_a_tile(group, query.dtype, head_size)
+    rows = max(triton.next_power_of_2(tokens * group), 16)
+    small = query.element_size() == 2 and columns <= 128
+    # The fastest on an H200 of those tried (reports/gpu/attention.md).
+    keys, warps, stages = 32, 8, 1
+    if small:
+        keys, warps, stages = (64, 8, 3) if rows > 128 else (32, 4 if rows <= 64 else 8, 2)
     _prefill_kernel[(num_kv_heads, len(tiles))](
         query,
         query.stride(0),
@@ -506,21 +561,23 @@ def paged_prefill(
         seq_lens,
         tiles,
         out,
+        out if sinks is None else sinks,
         scale,
         v_scale,
         soft_cap or 0.0,
         sliding_window or 0,
         GROUP=group,
         TOKENS=tokens,
-        ROWS=max(triton.next_power_of_2(tokens * group), 16),
+        ROWS=rows,
         HEAD_SIZE=head_size,
         COLUMNS=columns,
         BLOCK_SIZE=key_cache.shape[1],
         KEYS=keys,
         HAS_WINDOW=sliding_window is not None,
         HAS_CAP=soft_cap is not None,
+        HAS_SINKS=sinks is not None,
         MASKS_ALL=masks_all,
         WIDE=query.device.type == "cpu",
-        num_warps=8,
-        num_stages=3 if half and columns <= 128 else 1,
+        num_warps=warps,
+        num_stages=stages,
     )

@@ -333,6 +333,10 @@ def _qk_norm_rope_decode(
         weight = torch.empty(shape, dtype=torch.float32, device=device)
         counters = _counters(device, num_reqs * kv_heads)
     limit = torch.finfo(key_cache.dtype).max if key_cache.element_size() == 1 else 0.0
+    keys, stages = KEYS if head_size <= 128 else KEYS // 2, 1
+    if num_reqs > 1 and qkv.element_size() == 2:
+        # A request alone has its keys spread over programs enough; others wait for each other's.
+        keys, stages = KEYS // 2, 4
     _decode_step_kernel[(num_reqs, kv_heads, splits)](
         qkv,
         qkv.stride(0),
@@ -363,13 +367,13 @@ def _qk_norm_rope_decode(
         ROWS=16,
         HALF=head_size // 2,
         BLOCK_SIZE=key_cache.shape[1],
-        KEYS=KEYS if head_size <= 128 else KEYS // 2,
+        KEYS=keys,
         SPLITS=splits,
         NORM=query_weight is not None,
         LIMIT=limit,
         WIDE=device.type == "cpu",
         num_warps=4,
-        num_stages=2 if qkv.element_size() == 2 else 1,
+        num_stages=stages,
         **after_the_last(device),
     )
     return out

@@ -30,7 +30,7 @@ ARGMAX_COLUMNS = 4096
 
 if SUPPORTED is True:
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["count"])
     def _apply_writes_kernel(out_ptr, places_ptr, values_ptr, count, BLOCK: tl.constexpr):
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = i < count

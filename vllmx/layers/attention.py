@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +30,8 @@ class Attention(nn.Module):
     `prefix` names the layer and its part of the cache. The runner sets `key_cache` and
     `value_cache`, [num_blocks, block_size, num_kv_heads, head_size]. A layer with
     `kv_sharing_target_layer_name` has no cache of its own: it reads what that layer, an earlier
-    one of the same shape, has written in the same step.
+    one of the same shape, has written in the same step. has_sinks: each head has a score beside
+    those of its keys, which `set_sinks` tells.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Attention(nn.Module):
         per_layer_sliding_window: int | None = None,
         logits_soft_cap: float | None = None,
         kv_sharing_target_layer_name: str | None = None,
+        has_sinks: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -62,11 +66,14 @@ class Attention(nn.Module):
             "soft_cap": logits_soft_cap,
             "kv_cache_dtype": self.kv_cache_dtype,
         }
+        self.has_sinks = has_sinks
+        if has_sinks:
+            facts["sinks"] = True
         self.backend: type[AttentionBackend] = get_attn_backend(
             ops.choose_attention(vllm_config.attention_config.backend, **facts),
             ops.batch_invariant,
         )
-        self._run = self.backend.run
+        self._run: Callable[..., Tensor] = self.backend.run
         if self.backend.indexes_kv_by_block_stride():
             # Its pages may be padded, or packed with those of other layers.
             facts["strided_blocks"] = True
@@ -81,6 +88,12 @@ class Attention(nn.Module):
         """Use `kv_cache`, of the backend's shape, from now on."""
         self.kv_cache = kv_cache
         self.key_cache, self.value_cache = kv_cache[:, :, 0], kv_cache[:, :, 1]
+
+    def set_sinks(self, sinks: Tensor) -> None:
+        """Use `sinks`, [num_heads], from now on; the layer must have been made with them."""
+        assert self.has_sinks and sinks.shape == (self.num_heads,), (self.layer_name, sinks.shape)
+        run: Callable[..., Tensor] = self.backend.run
+        self._run = partial(run, sinks=sinks)
 
     def release_kv_cache(self) -> None:
         """Let go of the cache, until another is bound."""

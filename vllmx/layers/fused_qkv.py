@@ -35,7 +35,7 @@ class FusedQKV:
         self.norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
         self._qk_norm_rope_cache = ops.bind("qk_norm_rope_cache", **_facts(attn, rotary_emb))
         self._decode = None
-        if attn.backend.joins_decode():
+        if attn.backend.joins_decode() and not attn.has_sinks:
             facts = {
                 **_facts(attn, rotary_emb),
                 "group": attn.num_heads // attn.num_kv_heads,

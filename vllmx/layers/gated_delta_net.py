@@ -162,10 +162,12 @@ class QwenGatedDeltaNetAttention(WeightHolder, MambaBase):
         bind = self.ops.bind
         self._conv = bind("causal_conv1d_fn")
         self._conv_update = bind("causal_conv1d_update")
-        self._prep = bind("fused_post_conv_prep")
+        sizes = {"head_k_dim": self.head_k_dim, "head_v_dim": self.head_v_dim}
+        self._prep = bind("fused_post_conv_prep", **sizes)
         chunked = prefills_in_chunks(self.ops.dtype)
-        self._prefill = bind("chunk_gated_delta_rule" if chunked else "recurrent_gated_delta_rule")
-        self._decode = bind("fused_recurrent_gated_delta_rule_packed_decode")
+        rule = "chunk_gated_delta_rule" if chunked else "recurrent_gated_delta_rule"
+        self._prefill = bind(rule, **sizes)
+        self._decode = bind("fused_recurrent_gated_delta_rule_packed_decode", **sizes)
 
     def expected_weights(self) -> dict[tuple[str, str | None], tuple[int, ...]]:
         """A_log and dt_bias, [HV] each; the rest belongs to layers below."""

@@ -53,6 +53,54 @@ class GemmaRMSNorm(RMSNorm):
         self.set_weight(self.take_float("weight") + 1.0)
 
 
+class LayerNorm(WeightHolder, nn.Module):
+    """Norm by mean and variance, optionally of the sum with a residual.
+
+    has_weight, has_bias: what the checkpoint holds of it; a norm of neither has no parameters.
+    less_one: the weight is stored less one, as Nemotron's is.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        ops: OpTable,
+        *,
+        has_weight: bool = True,
+        has_bias: bool = True,
+        less_one: bool = False,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.variance_epsilon = eps
+        self.has_weight, self.has_bias, self.less_one = has_weight, has_bias, less_one
+        self.ops = ops
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+        self.is_loaded = not (has_weight or has_bias)
+        self._layer_norm = ops.bind("layer_norm")
+
+    def expected_weights(self) -> dict[tuple[str, str | None], tuple[int, ...]]:
+        """Weight and bias, [hidden_size], where it has them."""
+        held = (("weight", self.has_weight), ("bias", self.has_bias))
+        return {(name, None): (self.hidden_size,) for name, has in held if has}
+
+    def finish_loading(self) -> None:
+        """Bring them to the activation dtype and the device."""
+        device, dtype = self.ops.device, self.ops.dtype
+        if self.has_weight:
+            self.weight = (self.take_float("weight") + float(self.less_one)).to(device, dtype)
+        if self.has_bias:
+            self.bias = self.take_float("bias").to(device, dtype)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """norm(x), or (norm(x + residual), x + residual); x: [num_tokens, hidden_size]."""
+        if residual is None:
+            return self._layer_norm(x, self.weight, self.bias, self.variance_epsilon)
+        total = x + residual
+        return self._layer_norm(total, self.weight, self.bias, self.variance_epsilon), total
+
+
 class RMSNormGated(WeightHolder, nn.Module):
     """RMSNorm, then a gate: norm(x) * weight * activation(z), "silu" or "sigmoid"."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vllmx.config import VllmConfig
+from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
 from vllmx.layers.parameter import WeightHolder
 from vllmx.quantization.base_config import PackedLinear, get_linear_method
@@ -52,6 +53,21 @@ class LinearBase(WeightHolder, nn.Module):
         if self.has_bias:
             expected |= {("bias", shard): (rows,) for shard, rows in self.shards.items()}
         return expected
+
+    def load_weight(self, param: str, shard_id: str | None, tensor: Any, source_name: str) -> bool:
+        """As of WeightHolder; a matrix that has all shards stacked in our order is taken apart."""
+        if shard_id is not None or None in self.shards or not isinstance(tensor, Tensor):
+            return super().load_weight(param, shard_id, tensor, source_name)
+        if tensor.shape[0] != self.output_size:
+            raise CheckpointError(
+                f"weight {source_name} has {tensor.shape[0]} rows, the config wants "
+                f"{self.output_size}."
+            )
+        parts = tensor.split(list(self.shards.values()))
+        return [
+            super(LinearBase, self).load_weight(param, shard, part, source_name)
+            for shard, part in zip(self.shards, parts, strict=True)
+        ][-1]
 
     def finish_loading(self) -> None:
         """Stack and pack the shards for the chosen provider."""

@@ -60,12 +60,18 @@ def get_rope(
     rope_parameters: dict[str, Any],
     ops: OpTable,
     is_neox_style: bool = True,
+    max_model_len: int | None = None,
 ) -> RotaryEmbedding:
     """The rotary embedding for a config's rope parameters; layers that agree on them share it.
 
     rope_parameters has rope_type, rope_theta and what the type needs. A type without a formula
     here raises CheckpointError: plain rotation would be right for short prompts only.
+    max_model_len: the longest sequence that the engine takes; null is max_position. LongRoPE has
+    factors of its own for engines beyond the original context.
     """
+    if rope_parameters["rope_type"] == "longrope":
+        longest = max_position if max_model_len is None else max_model_len
+        rope_parameters = {**rope_parameters, "max_model_len": longest}
     key = ("rope", head_size, max_position, is_neox_style, repr(sorted(rope_parameters.items())))
     if key not in ops.shared:
         inv_freq, attention_factor = compute_inv_freq(head_size, max_position, rope_parameters)
@@ -84,13 +90,25 @@ def compute_inv_freq(
         raise CheckpointError(
             f"rope_type {rope_type!r} is not supported; {', '.join(SCALINGS)} are."
         )
-    rotary_dim = int(head_size * rope_parameters.get("partial_rotary_factor", 1.0))
+    rotary_dim = rotary_dim_of(head_size, rope_parameters)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     inv_freq = 1.0 / (rope_parameters["rope_theta"] ** exponents)
     if (factors := rope_parameters.get("freq_factors")) is not None:
         # GGUF ships the scaled frequencies as divisors, and no other parameters.
         return inv_freq / torch.as_tensor(factors, dtype=torch.float32), 1.0
     return SCALINGS[rope_type](inv_freq, rope_parameters, max_position)
+
+
+def rotary_dim_of(head_size: int, rope_parameters: dict[str, Any]) -> int:
+    """How many elements of a head are rotated; CheckpointError for none, or more than there are."""
+    factor = rope_parameters.get("partial_rotary_factor", 1.0)
+    dim = rope_parameters.get("rope_dim") or int(head_size * factor)
+    if not 0 < dim <= head_size or dim % 2:
+        raise CheckpointError(
+            f"rope parameters rotate {dim} of {head_size} elements of a head; it must be an even "
+            "number of them, and at least two."
+        )
+    return dim
 
 
 def _default(inv_freq: Tensor, parameters: dict[str, Any], _: int) -> tuple[Tensor, float]:
@@ -126,7 +144,8 @@ def _yarn(inv_freq: Tensor, parameters: dict[str, Any], max_position: int) -> tu
     low, high = max(low, 0), min(high, dim - 1)
     span = max(high - low, 0.001)
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
-    scaled = inv_freq / factor * ramp + inv_freq * (1 - ramp)
+    kept = (1 - ramp) * parameters.get("extrapolation_factor", 1.0)
+    scaled = inv_freq / factor * (1 - kept) + inv_freq * kept
     return scaled, _yarn_attention_factor(parameters, factor)
 
 
@@ -137,9 +156,68 @@ def _yarn_attention_factor(parameters: dict[str, Any], factor: float) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
+    told = parameters.get("attn_factor", 1.0)
+    if not parameters.get("apply_yarn_scaling", True):
+        return told
     if parameters.get("mscale") and parameters.get("mscale_all_dim"):
         return mscale(parameters["mscale"]) / mscale(parameters["mscale_all_dim"])
-    return mscale(1.0)
+    return mscale(1.0) * told
 
 
-SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _longrope(
+    inv_freq: Tensor, parameters: dict[str, Any], max_position: int
+) -> tuple[Tensor, float]:
+    """A factor for each frequency: the long ones where the engine takes sequences longer than the
+    original context, so that a sequence that passes it keeps what it has cached."""
+    original = parameters["original_max_position_embeddings"]
+    kind = "long" if parameters.get("max_model_len", max_position) > original else "short"
+    factors = torch.tensor(parameters[f"{kind}_factor"], dtype=torch.float32)
+    if factors.shape != inv_freq.shape:
+        raise CheckpointError(
+            f"rope parameters: {kind}_factor has {len(factors)} numbers, not {len(inv_freq)}."
+        )
+    stretch = max_position / original
+    scale = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+    told = parameters.get(f"{kind}_mscale") or parameters.get("attention_factor")
+    return inv_freq / factors, scale if told is None else told
+
+
+def _dynamic(
+    inv_freq: Tensor, parameters: dict[str, Any], max_position: int
+) -> tuple[Tensor, float]:
+    """A larger base: by `alpha` (HunYuan), or by `factor` for what lies beyond the trained length,
+    which unless `max_trained_positions` says otherwise is all of it."""
+    dim = 2 * len(inv_freq)
+    if "alpha" in parameters:
+        grown = parameters["alpha"]
+    elif "factor" in parameters:
+        factor = parameters["factor"]
+        trained = parameters.get("max_trained_positions", max_position)
+        grown = factor * max_position / trained - (factor - 1)
+    else:
+        raise CheckpointError("rope_type 'dynamic' needs 'alpha' or 'factor'.")
+    return _with_base(parameters["rope_theta"] * grown ** (dim / (dim - 2)), dim), 1.0
+
+
+def _ntk(inv_freq: Tensor, parameters: dict[str, Any], _: int) -> tuple[Tensor, float]:
+    """The base times `factor`, or, with `mixed_b`, each frequency less than the one before it."""
+    factor, dim = parameters["factor"], 2 * len(inv_freq)
+    if (power := parameters.get("mixed_b")) is None:
+        return _with_base(parameters["rope_theta"] * factor, dim) / factor ** (2 / dim), 1.0
+    places = torch.arange(1, dim // 2 + 1, dtype=torch.float32)
+    return inv_freq / torch.exp(math.log(factor) * (places / (dim / 2)) ** power), 1.0
+
+
+def _with_base(base: float, dim: int) -> Tensor:
+    return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+SCALINGS = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "dynamic": _dynamic,
+    "ntk": _ntk,
+}

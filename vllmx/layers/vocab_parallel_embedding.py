@@ -66,8 +66,9 @@ class ParallelLMHead(LinearBase):
         vllm_config: VllmConfig,
         ops: OpTable,
         prefix: str = "",
+        bias: bool = False,
     ) -> None:
-        super().__init__(embedding_dim, {None: num_embeddings}, False, vllm_config, ops, prefix)
+        super().__init__(embedding_dim, {None: num_embeddings}, bias, vllm_config, ops, prefix)
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's table as this head's weight."""

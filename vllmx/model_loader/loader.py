@@ -15,11 +15,13 @@ from vllmx.config import VllmConfig
 from vllmx.ir.select import OpTable
 from vllmx.layers.parameter import WeightHolder
 from vllmx.model_loader.weights import GGUFTensor, iterate_weights
+from vllmx.plugins import load_general_plugins
 from vllmx.registry import get_model_cls
 
 
 def load_model(vllm_config: VllmConfig, ops: OpTable) -> nn.Module:
     """The model of `vllm_config` with its weights packed; CheckpointError where they don't fit."""
+    load_general_plugins(vllm_config.load_config.plugins)  # in the engine's own process, too
     model = get_model_cls(vllm_config.model_config.hf_config)(vllm_config=vllm_config, ops=ops)
     if vllm_config.load_config.load_format == "dummy":
         load_dummy_weights(model, vllm_config)

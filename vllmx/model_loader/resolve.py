@@ -14,6 +14,7 @@ from vllmx.model_loader.fetch import cached_path, fetch, model_files
 from vllmx.model_loader.gguf_config import generation_config_from_gguf, hf_config_from_gguf
 from vllmx.model_loader.gguf_reader import MAGIC, GGUFReader
 from vllmx.models.hf_config import HFConfig, read_json
+from vllmx.plugins import load_general_plugins
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ def resolve_model(vllm_config: VllmConfig) -> None:
     that is not in the cache unless load.offline is set. Reads metadata only, no weights. Raises
     UserError.
     """
+    load_general_plugins(vllm_config.load_config.plugins)
     config = vllm_config.model_config
     if config.name or config.model:  # clients use the name as it was given
         config.served_model_name = config.served_names

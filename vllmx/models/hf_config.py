@@ -13,6 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vllmx.exceptions import CheckpointError
+from vllmx.models.hf_dense import (
+    ALIASES,
+    ALL_SLIDING,
+    DENSE_DEFAULTS,
+    MINISTRAL3_DEFAULTS,
+    SLIDING,
+)
+from vllmx.models.hf_sparse import SPARSE_ALIASES, SPARSE_DEFAULTS
 
 if TYPE_CHECKING:
     from vllmx.model_loader.gguf_reader import GGUFReader
@@ -69,8 +77,11 @@ MOE_DEFAULTS: dict[str, Any] = {
     "mlp_only_layers": None,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
+    **DENSE_DEFAULTS,
+    **SPARSE_DEFAULTS,
     "llama": LLAMA_DEFAULTS,
     "mistral": LLAMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
+    "ministral3": MINISTRAL3_DEFAULTS,
     "qwen2": QWEN_DEFAULTS,
     "qwen3": QWEN_DEFAULTS | {"head_dim": 128},
     "qwen3_next": QWEN3_NEXT_DEFAULTS
@@ -169,7 +180,11 @@ def _normalise(config: HFConfig) -> None:
     values = config._values
     config.read("architectures", list, [])
     config.read("model_type", str, "")
-    for key, value in DEFAULTS.get(values.get("model_type", ""), {}).items():
+    family = values.get("model_type", "")
+    for key, theirs in (ALIASES | SPARSE_ALIASES).get(family, {}).items():
+        if values.get(theirs) is not None:
+            values.setdefault(key, values[theirs])
+    for key, value in DEFAULTS.get(family, {}).items():
         values.setdefault(key, value)
     values.setdefault("dtype", values.get("torch_dtype"))
     if "num_attention_heads" in values:
@@ -210,6 +225,13 @@ def _layer_types(config: HFConfig, layers: int) -> list[str]:
     if values.get("model_type") == "gemma3_text":
         period = values.get("_sliding_window_pattern") or values["sliding_window_pattern"]
         return [full if (i + 1) % period == 0 else sliding for i in range(layers)]
+    if values.get("model_type") == "cwm":
+        return [full if i % 4 == 0 else sliding for i in range(layers)]
+    if values.get("sliding_window") is not None and values.get("model_type") in SLIDING:
+        period = values.get("sliding_window_pattern") or SLIDING[values["model_type"]]
+        if isinstance(period, str):  # one letter a layer: L for local
+            return [sliding if period[i % len(period)] == "L" else full for i in range(layers)]
+        return [full if (i + 1) % period == 0 else sliding for i in range(layers)]
     if "full_attention_interval" in values:
         period = config.read("full_attention_interval", int)
         return [full if (i + 1) % period == 0 else "linear_attention" for i in range(layers)]
@@ -219,7 +241,7 @@ def _layer_types(config: HFConfig, layers: int) -> list[str]:
         if not values["use_sliding_window"]:
             return [full] * layers
         return [sliding if i >= values["max_window_layers"] else full for i in range(layers)]
-    return [sliding if values.get("model_type") == "mistral" else full] * layers
+    return [sliding if values.get("model_type") in ALL_SLIDING else full] * layers
 
 
 def _rope_parameters(config: HFConfig) -> dict[str, Any]:

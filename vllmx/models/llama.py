@@ -8,7 +8,7 @@ the tokens of all requests lie one after another, and only attention knows where
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,14 +22,22 @@ from vllmx.layers.fused_qkv import FusedQKV
 from vllmx.layers.layernorm import RMSNorm
 from vllmx.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllmx.layers.logits_processor import LogitsProcessor
-from vllmx.layers.rotary_embedding import get_rope
+from vllmx.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllmx.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllmx.models.hf_config import HFConfig
-from vllmx.models.utils import LLAMA_MAPPER, AutoWeightsLoader, make_layers, maybe_prefix
+from vllmx.models.utils import (
+    LLAMA_MAPPER,
+    AutoWeightsLoader,
+    layer_index,
+    make_layers,
+    maybe_prefix,
+)
 
 
 class LlamaMLP(nn.Module):
     """down(act(gate(x)) * up(x)); the config's inner size, unless another is given."""
+
+    act_key = "hidden_act"
 
     def __init__(
         self,
@@ -50,8 +58,8 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             inner, hidden, bias, prefix=f"{prefix}.down_proj", **shared
         )
-        self.hidden_act = config.hidden_act
-        self.act_fn = get_act_and_mul_fn(config.hidden_act, ops)
+        self.hidden_act = config.read(self.act_key, str)
+        self.act_fn = get_act_and_mul_fn(self.hidden_act, ops)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, H] -> [T, H]."""
@@ -59,7 +67,9 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions; a family says below what it has else."""
+
+    is_neox_style = True
 
     def __init__(
         self, config: HFConfig, *, vllm_config: VllmConfig, ops: OpTable, prefix: str
@@ -68,27 +78,72 @@ class LlamaAttention(nn.Module):
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = config.head_dim
         self.q_size, self.kv_size = heads * head_dim, kv_heads * head_dim
-        bias = config.read("attention_bias", bool, False)
+        layer = layer_index(prefix)
+        qkv_bias, o_bias = self.biases(config)
         shared: dict[str, Any] = {"vllm_config": vllm_config, "ops": ops}
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
             head_dim,
             heads,
             kv_heads,
-            bias,
+            qkv_bias,
             prefix=f"{prefix}.qkv_proj",
             **shared,
         )
         self.o_proj = RowParallelLinear(
-            self.q_size, config.hidden_size, bias, prefix=f"{prefix}.o_proj", **shared
+            self.q_size, config.hidden_size, o_bias, prefix=f"{prefix}.o_proj", **shared
         )
-        self.rotary_emb = get_rope(
-            head_dim, config.max_position_embeddings, config.rope_parameters, ops
-        )
+        max_model_len = vllm_config.model_config.max_model_len
+        self.rotary_emb = self.rope_of(config, layer, max_model_len, ops)
+        sliding = config.layer_types[layer] == "sliding_attention"
         self.attn = Attention(
-            heads, head_dim, head_dim**-0.5, kv_heads, prefix=f"{prefix}.attn", **shared
+            heads,
+            head_dim,
+            self.scale_of(config),
+            kv_heads,
+            prefix=f"{prefix}.attn",
+            per_layer_sliding_window=config.sliding_window if sliding else None,
+            logits_soft_cap=config.read("attn_logit_softcapping", float, None),
+            **shared,
         )
-        self.fused_qkv = FusedQKV.of(self.attn, self.rotary_emb, ops)
+        self.fused_qkv = self.fused(ops)
+
+    def biases(self, config: HFConfig) -> tuple[bool, bool]:
+        """Whether the projections to queries, keys and values have biases, and the one after."""
+        bias = config.read("attention_bias", bool, False)
+        return bias, bias
+
+    def scale_of(self, config: HFConfig) -> float:
+        """What scores are multiplied with."""
+        return config.head_dim**-0.5
+
+    def rope_of(
+        self, config: HFConfig, layer: int, max_model_len: int | None, ops: OpTable
+    ) -> RotaryEmbedding | None:
+        """The rotation of this layer; None where it has no positions."""
+        rope = config.rope_parameters
+        return get_rope(
+            config.head_dim,
+            config.max_position_embeddings,
+            rope.get(config.layer_types[layer], rope),  # some have one for each kind of layer
+            ops,
+            self.is_neox_style,
+            max_model_len,
+        )
+
+    def fused(self, ops: OpTable) -> FusedQKV | None:
+        """What stands in for `prepare` and the cache write; None where nothing does."""
+        if self.rotary_emb is None or type(self).prepare is not LlamaAttention.prepare:
+            return None
+        return FusedQKV.of(self.attn, self.rotary_emb, ops)
+
+    def prepare(self, positions: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """qk: [T, q_size + kv_size] -> the queries and keys that attention compares."""
+        if self.rotary_emb is not None:
+            # They are rotated as one tensor: to the rotation, heads are alike.
+            qk, _ = self.rotary_emb(positions, qk)
+        q, k = qk.split((self.q_size, self.kv_size), dim=-1)
+        return q, k
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """positions: int64 [T]; hidden_states: [T, H] -> [T, H]."""
@@ -96,17 +151,15 @@ class LlamaAttention(nn.Module):
         if self.fused_qkv is not None:
             return self.o_proj(self.fused_qkv.attend(positions, qkv))
         qk, v = qkv.split((self.q_size + self.kv_size, self.kv_size), dim=-1)
-        # Queries and keys are rotated as one tensor: to the rotation, heads are alike.
-        qk, _ = self.rotary_emb(positions, qk)
-        q, k = qk.split((self.q_size, self.kv_size), dim=-1)
+        q, k = self.prepare(positions, qk)
         return self.o_proj(self.attn(q, k, v))
 
 
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each normed before, with the residual carried along."""
 
-    attention_cls: type[nn.Module] = LlamaAttention
-    mlp_cls: type[nn.Module] = LlamaMLP
+    attention_cls: Callable[..., nn.Module] = LlamaAttention
+    mlp_cls: Callable[..., nn.Module] = LlamaMLP
 
     def __init__(
         self, config: HFConfig, *, vllm_config: VllmConfig, ops: OpTable, prefix: str
@@ -115,12 +168,17 @@ class LlamaDecoderLayer(nn.Module):
         shared: dict[str, Any] = {"vllm_config": vllm_config, "ops": ops}
         self.self_attn = self.attention_cls(config, prefix=f"{prefix}.self_attn", **shared)
         self.mlp = self.mlp_cls(config, prefix=f"{prefix}.mlp", **shared)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.input_layernorm = self.make_norm(config, ops)
+        self.post_attention_layernorm = self.make_norm(config, ops)
+
+    @staticmethod
+    def make_norm(config: HFConfig, ops: OpTable) -> Any:
+        """A norm of the hidden state, as the family has it."""
+        return RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns (output, residual), both [T, H]; their sum is what the next layer norms."""
         if residual is None:
             residual = hidden_states.clone()
@@ -135,7 +193,7 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm."""
 
-    layer_cls: type[nn.Module] = LlamaDecoderLayer
+    layer_cls: type[Any] = LlamaDecoderLayer
 
     def __init__(self, *, vllm_config: VllmConfig, ops: OpTable, prefix: str = "") -> None:
         super().__init__()
@@ -148,21 +206,37 @@ class LlamaModel(nn.Module):
             lambda prefix: self.layer_cls(config, vllm_config=vllm_config, ops=ops, prefix=prefix),
             f"{prefix}.layers",
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.ops = ops
+        self.norm = self.layer_cls.make_norm(config, ops)
+        self.config, self.ops = config, ops
         self.few_tokens: FusedDecoder | None = None
 
     def finish_loading(self) -> None:
         """Make the shorter way for small batches, where there is one."""
-        self.few_tokens = FusedDecoder.of(self.layers, self.ops)
+        if self._is_llamas():
+            self.few_tokens = FusedDecoder.of(self.layers, self.ops)
+
+    def _is_llamas(self) -> bool:
+        """Whether each layer computes what Llama's does, but for attention."""
+        return all(
+            type(layer).forward is LlamaDecoderLayer.forward
+            and type(layer.mlp) is LlamaMLP
+            and type(layer.input_layernorm) is RMSNorm
+            for layer in self.layers
+        )
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """input_ids, positions: int [T] -> what the first layer is given, [T, H]."""
+        return self.embed_tokens(input_ids)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids, positions: int [T] -> hidden states [T, H]."""
-        hidden_states, residual = self.embed_tokens(input_ids), None
+        hidden_states, residual = self.embed(input_ids, positions), None
         if self.few_tokens is not None and len(positions) <= MAX_TOKENS:
             return self.norm(self.few_tokens(positions, hidden_states))
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
+        if residual is None:
+            return self.norm(hidden_states)
         hidden_states, _ = self.norm(hidden_states, residual)
         return hidden_states
 
@@ -172,6 +246,7 @@ class LlamaForCausalLM(nn.Module):
 
     hf_to_vllm_mapper = LLAMA_MAPPER
     model_cls: type[nn.Module] = LlamaModel  # a family that derives from this one has its own
+    lm_head_bias = False
     model: Any
 
     def __init__(self, *, vllm_config: VllmConfig, ops: OpTable, prefix: str = "") -> None:
@@ -187,8 +262,17 @@ class LlamaForCausalLM(nn.Module):
             vllm_config=vllm_config,
             ops=ops,
             prefix=maybe_prefix(prefix, "lm_head"),
+            bias=self.lm_head_bias,
         )
-        self.logits_processor = LogitsProcessor()
+        self.logits_processor = LogitsProcessor(
+            self.logit_scale(config),
+            config.read("final_logit_softcapping", float, None),
+            vllm_config.kernel_config.batch_invariant,
+        )
+
+    def logit_scale(self, config: HFConfig) -> float:
+        """What logits are multiplied with."""
+        return 1.0
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """input_ids: int [T], positions: int64 [T] -> hidden states [T, H]."""
@@ -202,7 +286,12 @@ class LlamaForCausalLM(nn.Module):
         """Load a checkpoint's (name, tensor) pairs; CheckpointError where they don't fit."""
         tied = self.config.tie_word_embeddings
         loader = AutoWeightsLoader(self, skip_prefixes=("lm_head.",) if tied else ())
-        loader.load_weights(weights, self.hf_to_vllm_mapper)
+        adapted = ((name, self.adapt(name, weight)) for name, weight in weights)
+        loader.load_weights(adapted, self.hf_to_vllm_mapper)
         if tied:
             self.lm_head.tie_weights(self.model.embed_tokens)
         self.model.finish_loading()
+
+    def adapt(self, name: str, weight: Any) -> Any:
+        """A checkpoint's weight in our layout, where the family's is another."""
+        return weight

@@ -27,20 +27,17 @@ class Qwen3Attention(LlamaAttention):
         self.head_dim = config.head_dim
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, shared["ops"])
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, shared["ops"])
-        self.fused_qkv = FusedQKV.of(
-            self.attn, self.rotary_emb, shared["ops"], self.q_norm, self.k_norm
-        )
+        if self.rotary_emb is not None:
+            self.fused_qkv = FusedQKV.of(
+                self.attn, self.rotary_emb, shared["ops"], self.q_norm, self.k_norm
+            )
 
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        """positions: int64 [T]; hidden_states: [T, H] -> [T, H]."""
-        qkv = self.qkv_proj(hidden_states)
-        if self.fused_qkv is not None:
-            return self.o_proj(self.fused_qkv.attend(positions, qkv))
-        q, k, v = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+    def prepare(self, positions: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:
+        """Norm each head of qk, [T, q_size + kv_size], then rotate."""
+        q, k = qk.split((self.q_size, self.kv_size), dim=-1)
         q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)
-        q, k = self.rotary_emb(positions, q, k)
-        return self.o_proj(self.attn(q, k, v))
+        return (q, k) if self.rotary_emb is None else self.rotary_emb(positions, q, k)
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):

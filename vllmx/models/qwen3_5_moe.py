@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from vllmx.models.hf_config import HFConfig
+from vllmx.models.qwen2_moe import Qwen2MoeSparseMoeBlock
 from vllmx.models.qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5ForCausalLM, Qwen3_5Model
-from vllmx.models.qwen3_next import Qwen3NextSparseMoeBlock
 
 
 class Qwen3_5MoeDecoderLayer(Qwen3_5DecoderLayer):
@@ -18,7 +18,7 @@ class Qwen3_5MoeDecoderLayer(Qwen3_5DecoderLayer):
 
     def make_mlp(self, config: HFConfig, layer_idx: int, **shared: Any) -> nn.Module:
         """Experts, whatever the layer."""
-        return Qwen3NextSparseMoeBlock(config, **shared)
+        return Qwen2MoeSparseMoeBlock(config, **shared)
 
 
 class Qwen3_5MoeModel(Qwen3_5Model):

@@ -15,14 +15,14 @@ from vllmx.config import VllmConfig
 from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
 from vllmx.layers.attention import Attention
-from vllmx.layers.fused_moe import FusedMoE
 from vllmx.layers.gated_delta_net import QwenGatedDeltaNetAttention
 from vllmx.layers.layernorm import GemmaRMSNorm
-from vllmx.layers.linear import QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from vllmx.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllmx.layers.rotary_embedding import get_rope
 from vllmx.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllmx.models.hf_config import HFConfig
-from vllmx.models.llama import LlamaForCausalLM, LlamaMLP
+from vllmx.models.llama import LlamaForCausalLM
+from vllmx.models.qwen2_moe import qwen_moe_mlp
 from vllmx.models.utils import make_layers
 
 
@@ -83,54 +83,6 @@ class Qwen3NextAttention(nn.Module):
         return self.o_proj(out if gate is None else self._gate(out, gate))
 
 
-class Qwen3NextSparseMoeBlock(nn.Module):
-    """Experts that the router chooses, and one that every token takes as far as its gate opens."""
-
-    def __init__(
-        self, config: HFConfig, *, vllm_config: VllmConfig, ops: OpTable, prefix: str
-    ) -> None:
-        super().__init__()
-        hidden, experts = config.hidden_size, config.read("num_experts", int)
-        top_k = config.read("num_experts_per_tok", int)
-        if not 1 <= top_k <= experts:
-            raise CheckpointError(
-                f"{config.origin}: num_experts_per_tok is {top_k}, of {experts} experts."
-            )
-        if config.hidden_act not in ("silu", "swish"):
-            raise CheckpointError(
-                f"{config.origin}: hidden_act is {config.hidden_act!r}; experts are served with "
-                "silu only."
-            )
-        shared: dict[str, Any] = {"vllm_config": vllm_config, "ops": ops}
-        self.gate = ReplicatedLinear(hidden, experts, prefix=f"{prefix}.gate", **shared)
-        self.experts = FusedMoE(
-            experts,
-            top_k,
-            hidden,
-            config.read("moe_intermediate_size", int),
-            ops,
-            config.read("norm_topk_prob", bool, True),
-        )
-        self.shared_expert: LlamaMLP | None = None
-        inner = config.read("shared_expert_intermediate_size", int)
-        if inner > 0:
-            self.shared_expert = LlamaMLP(
-                config, intermediate_size=inner, prefix=f"{prefix}.shared_expert", **shared
-            )
-            self.shared_expert_gate = ReplicatedLinear(
-                hidden, 1, prefix=f"{prefix}.shared_expert_gate", **shared
-            )
-        self._gate = ops.bind("mul_sigmoid")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [T, H] -> [T, H]."""
-        routed = self.experts(x, self.gate(x))
-        if self.shared_expert is None:
-            return routed
-        own = self.shared_expert(x)
-        return routed + self._gate(own, self.shared_expert_gate(x).expand_as(own))
-
-
 class Qwen3NextDecoderLayer(nn.Module):
     """Gated delta net or attention, then MLP, each normed before, with the residual carried."""
 
@@ -169,11 +121,7 @@ class Qwen3NextDecoderLayer(nn.Module):
 
     def make_mlp(self, config: HFConfig, layer_idx: int, **shared: Any) -> nn.Module:
         """Experts, or one MLP in layers that the config excepts from them."""
-        dense = config.read("mlp_only_layers", (list, type(None)), None) or []
-        sparse = config.num_experts > 0 and (layer_idx + 1) % config.decoder_sparse_step == 0
-        if sparse and layer_idx not in dense:
-            return Qwen3NextSparseMoeBlock(config, **shared)
-        return LlamaMLP(config, **shared)
+        return qwen_moe_mlp(config, **shared)
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllmx.exceptions import CheckpointError
 from vllmx.layers.attention import attention_layers
@@ -38,23 +38,37 @@ class WeightsMapper:
     """How a checkpoint's names become a model's.
 
     stacked: part of a checkpoint name -> (part of ours, shard id);
-    skip: parts of names that carry nothing we need.
+    skip: parts of names that carry nothing we need;
+    renamed: part of a checkpoint name -> ours, one after the other, before the rest.
     A matrix of one expert becomes a part of its layer, with the expert's number for a shard id.
     """
 
     stacked: dict[str, tuple[str, str]] = field(default_factory=dict)
     skip: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    renamed: dict[str, str] = field(default_factory=dict)
 
     def map_name(self, name: str) -> tuple[str, str | None] | None:
         """(our name, shard id), or None for a weight that is left out."""
         if any(part in name for part in self.skip):
             return None
+        for part, ours in self.renamed.items():
+            name = name.replace(part, ours)
         if expert := _EXPERT.fullmatch(name):
             return f"{expert['layer']}.{expert['part']}", expert["number"]
         for part, (ours, shard_id) in self.stacked.items():
             if part in name:
                 return name.replace(part, ours), shard_id
         return name, None
+
+    def source_name(self, name: str, shard_id: str | None) -> str:
+        """The checkpoint's name of a shard of our layer `name`, for messages."""
+        for part, (ours, shard) in self.stacked.items():
+            if shard == shard_id and ours.strip(".") == name.rpartition(".")[2]:
+                name = name.removesuffix(ours.strip(".")) + part.strip(".")
+                break
+        for part, ours in reversed(self.renamed.items()):
+            name = f"{name}.".replace(ours, part).removesuffix(".")
+        return name
 
 
 LLAMA_MAPPER = WeightsMapper(
@@ -67,6 +81,21 @@ LLAMA_MAPPER = WeightsMapper(
     }
 )
 """The names of Llama and its many relatives."""
+PLAIN_STACKED = {part: LLAMA_MAPPER.stacked[part] for part in (".q_proj.", ".k_proj.", ".v_proj.")}
+"""What is stacked where the MLP has no gate."""
+
+
+def layer_index(prefix: str) -> int:
+    """Which layer of the stack `prefix` is in: the first number among its parts."""
+    return next(int(part) for part in prefix.split(".") if part.isdigit())
+
+
+def by_head(weight: Tensor, group: int, head_dim: int) -> Tensor:
+    """A stacked matrix or bias whose rows come key head by key head, `group` heads of queries, then
+    key and value, as all queries, all keys and all values one after another."""
+    rows = weight.unflatten(0, (-1, group + 2, head_dim))
+    parts = (rows[:, :group], rows[:, group], rows[:, group + 1])
+    return torch.cat([part.reshape(-1, *weight.shape[1:]) for part in parts])
 
 
 class AutoWeightsLoader:
@@ -135,17 +164,9 @@ class AutoWeightsLoader:
                 if (param, shard) in have:
                     continue
                 own = holder.checkpoint_name(param, shard)
-                source = f"{_source_name(name, shard, mapper)}.{param}"
-                missing.append(source if own is None else f"{name}.{own}")
+                source = f"{mapper.source_name(name, shard)}.{param}"
+                missing.append(source if own is None else mapper.source_name(f"{name}.{own}", None))
         if missing:
             shown = ", ".join(missing[:5])
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise CheckpointError(f"the checkpoint lacks {shown}{more}.")
-
-
-def _source_name(name: str, shard_id: str | None, mapper: WeightsMapper) -> str:
-    """The checkpoint's name of a shard of the layer `name`, for messages."""
-    for part, (ours, shard) in mapper.stacked.items():
-        if shard == shard_id and ours.strip(".") == name.rpartition(".")[2]:
-            return name.removesuffix(ours.strip(".")) + part.strip(".")
-    return name

@@ -5,10 +5,18 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from vllmx.sample.packed_rows import PackedRows
 from vllmx.sampling_params import SamplingParams
+from vllmx.worker.buffer_utils import to_device
 from vllmx.worker.states import RequestState
+
+ANYTHING = -2
+"""Stands before a word that is shorter than others, and fits what was generated there."""
+NOTHING = -1
+"""Stands where nothing was generated, and fits no word."""
 
 
 class BadWordsState:
@@ -16,27 +24,45 @@ class BadWordsState:
 
     def __init__(self, states: RequestState) -> None:
         self.states = states
-        self.active = np.zeros(states.max_num_reqs, dtype=np.bool_)
-        self.words: dict[int, list[list[int]]] = {}
+        self.words = PackedRows(states.max_num_reqs, states.device)
+
+    @property
+    def active(self) -> np.ndarray:
+        """Whether a row has words, bool [max_num_reqs]."""
+        return self.words.active
 
     def add_request(self, row: int, params: SamplingParams) -> None:
         """Take over a request's words."""
-        self.words.pop(row, None)
-        self.active[row] = bool(params.bad_words_token_ids)
-        if params.bad_words_token_ids:
-            self.words[row] = params.bad_words_token_ids
+        words = params.bad_words_token_ids
+        if not words:
+            self.words.set(row, None)
+            return
+        longest = max(map(len, words))
+        table = np.full((len(words), longest), ANYTHING, dtype=np.int64)
+        for i, word in enumerate(words):
+            table[i, longest - len(word) :] = word
+        self.words.set(row, table)
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> None:
         """Exclude, in place, the tokens that would complete a word; logits: [n, vocab]."""
-        for i in np.flatnonzero(self.active[rows]).tolist():
-            row = int(rows[i])
-            start, end = int(self.states.prompt_len[row]), int(self.states.total_len[row])
-            generated = self.states.all_token_ids.np[row, start:end]
-            banned = [
-                word[-1]
-                for word in self.words[row]
-                if len(word) - 1 <= len(generated)
-                and generated[len(generated) - len(word) + 1 :].tolist() == word[:-1]
-            ]
-            if banned:
-                logits[i, banned] = float("-inf")
+        packed = self.words.pack(rows, fill=ANYTHING)
+        if packed is None:
+            return
+        words, places = packed.values, packed.places
+        beginnings, last = words[:, :-1], words[:, -1]
+        generated = self._generated(rows, beginnings.shape[1])[places]
+        met = ((beginnings == ANYTHING) | (beginnings == generated)).all(dim=1)
+        excluded = torch.where(met, float("-inf"), 0.0).to(logits.dtype)
+        # Two words may have the same last token: both count, so they are added.
+        logits.index_put_((places, last), excluded, accumulate=True)
+
+    def _generated(self, rows: np.ndarray, count: int) -> Tensor:
+        """The last `count` tokens that each row generated, int64 [n, count]."""
+        states = self.states
+        index = to_device(rows.astype(np.int64), states.device).unsqueeze(1)
+        prompt_len = to_device(states.prompt_len[rows].astype(np.int64), states.device)
+        total_len = to_device(states.total_len[rows], states.device)
+        back = torch.arange(-count, 0, device=states.device)
+        positions = total_len.unsqueeze(1) + back
+        tokens = states.all_token_ids.gpu[index, positions.clamp(min=0)]
+        return torch.where(positions >= prompt_len.unsqueeze(1), tokens.long(), NOTHING)

@@ -17,10 +17,11 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 SMALLEST_UNIFORM = 4.6566127342e-10
 """2^-31: both the step of the uniforms and what replaces a zero among them."""
+SMALLEST_FLOAT64 = 2.2250738585072014e-308
 
 
-def philox(seed: Tensor, offset: Tensor, rounds: int = 10) -> Tensor:
-    """First word of Philox 4x32 for counters (offset, 0, 0, 0); int64 in [0, 2^32).
+def philox(seed: Tensor, offset: Tensor, rounds: int = 10) -> tuple[Tensor, Tensor]:
+    """First two words of Philox 4x32 for counters (offset, 0, 0, 0); int64 in [0, 2^32).
 
     seed, offset: int64, broadcast against each other; offset in [0, 2^32).
     """
@@ -33,8 +34,8 @@ def philox(seed: Tensor, offset: Tensor, rounds: int = 10) -> Tensor:
         c0, c2 = ((high >> 32) & MASK) ^ c1 ^ key0, ((low >> 32) & MASK) ^ c3 ^ key1
         c1, c3 = high & MASK, low & MASK
         key0, key1 = (key0 + KEY_STEPS[0]) & MASK, (key1 + KEY_STEPS[1]) & MASK
-    # Every round mixes the key in, so c0 has the shape of both.
-    return c0
+    # Every round mixes the keys in, so both words have the shape of both arguments.
+    return c0, c1
 
 
 def to_uniform(words: Tensor) -> Tensor:
@@ -43,14 +44,24 @@ def to_uniform(words: Tensor) -> Tensor:
     return (signed.to(torch.float32) * SMALLEST_UNIFORM).clamp_(min=SMALLEST_UNIFORM)
 
 
-def seeded_noise(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Gumbel noise float32, one for each token id; seeds, positions: int64 [n, 1].
+def to_uniform64(low: Tensor, high: Tensor) -> Tensor:
+    """Two 32-bit words as one float64 in (0, 1]."""
+    uniform = high.double() * 2.0**-32 + low.double() * 2.0**-64
+    return uniform.clamp_(min=SMALLEST_FLOAT64)
 
-    token_ids: int64 [n, k] or [1, k].
+
+def seeded_noise(
+    seeds: Tensor, positions: Tensor, token_ids: Tensor, use_fp64: bool = False
+) -> Tensor:
+    """Gumbel noise, one for each token id, float32, or float64 with `use_fp64`.
+
+    seeds, positions: int64 [n, 1]; token_ids: int64 [n, k] or [1, k]; or all of one shape.
     """
-    keys = philox(seeds, positions)
-    uniform = to_uniform(philox(keys, token_ids))
-    return -torch.log(-torch.log1p(-uniform))
+    keys, _ = philox(seeds, positions)
+    low, high = philox(keys, token_ids)
+    if use_fp64:
+        return -torch.log(-torch.log(to_uniform64(low, high)))
+    return -torch.log(-torch.log1p(-to_uniform(low)))
 
 
 def gumbel_sample(
@@ -60,6 +71,7 @@ def gumbel_sample(
     has_seed: Tensor,
     positions: Tensor,
     generator: torch.Generator,
+    use_fp64: bool = False,
 ) -> Tensor:
     """Sample a token from each row of processed logits; int64 [n].
 
@@ -70,12 +82,22 @@ def gumbel_sample(
     sampled = logits.argmax(dim=-1)
     free = ((temperature != 0) & ~has_seed).nonzero().flatten()
     if len(free):
-        exponential = torch.empty_like(logits[free]).exponential_(generator=generator)
+        dtype = torch.float64 if use_fp64 else torch.float32
+        shape, device = (len(free), logits.shape[1]), logits.device
+        exponential = torch.empty(shape, dtype=dtype, device=device)
+        exponential.exponential_(generator=generator)
         sampled[free] = (logits[free] - exponential.log_()).argmax(dim=-1)
-    for row in ((temperature != 0) & has_seed).nonzero().flatten().tolist():
-        allowed = (logits[row] > float("-inf")).nonzero().flatten()
-        if not len(allowed):
-            continue  # nothing may be sampled, or the logits are NaN: the argmax stands
-        noise = seeded_noise(seeds[row].view(1, 1), positions[row].view(1, 1), allowed.unsqueeze(0))
-        sampled[row] = allowed[(logits[row, allowed] + noise[0]).argmax()]
+    seeded = ((temperature != 0) & has_seed).nonzero().flatten()
+    if len(seeded):
+        sampled[seeded] = _sample_seeded(logits[seeded], seeds[seeded], positions[seeded], use_fp64)
     return sampled
+
+
+def _sample_seeded(logits: Tensor, seeds: Tensor, positions: Tensor, use_fp64: bool) -> Tensor:
+    """Rows that all have a seed. Excluded tokens are drawn no noise for."""
+    rows, tokens = (logits > float("-inf")).nonzero(as_tuple=True)
+    noise = seeded_noise(seeds[rows], positions[rows], tokens, use_fp64)
+    scores = logits.to(noise.dtype, copy=True)
+    scores[rows, tokens] += noise
+    # Where nothing may be sampled, or logits are NaN, the argmax stands.
+    return scores.argmax(dim=-1)

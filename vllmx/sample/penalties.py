@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,14 +15,41 @@ from vllmx.worker.buffer_utils import to_device
 from vllmx.worker.states import RequestState
 
 
+def apply_penalties(
+    logits: Tensor,
+    place: Tensor,
+    index: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor,
+    output_counts: Tensor,
+    prompt_mask: Tensor,
+) -> None:
+    """Penalise logits [n, vocab] float32 in place: rows `place`, by rows `index` of the tables.
+
+    place, index: int [m]; the penalties: float32 [m]; tables: int32 and bool [rows, vocab].
+    """
+    counts, in_prompt = output_counts[index], prompt_mask[index]
+    part, column = logits[place], repetition.unsqueeze(1)
+    factor = torch.where(part > 0, 1 / column, column)
+    part = torch.where(in_prompt | (counts > 0), part * factor, part)
+    part -= frequency.unsqueeze(1) * counts
+    part -= presence.unsqueeze(1) * (counts > 0)
+    logits[place] = part
+
+
 class PenaltiesState:
     """Counts of each row's generated tokens and which tokens its prompt has.
 
     The tables, [max_num_reqs, vocab], are made when the first request with a penalty arrives.
     """
 
-    def __init__(self, states: RequestState) -> None:
+    def __init__(
+        self, states: RequestState, apply_fn: Callable[..., None] = apply_penalties
+    ) -> None:
+        """apply_fn: `apply_penalties` of the sampler's provider."""
         self.states = states
+        self.apply_penalties = apply_fn
         self.presence = np.zeros(states.max_num_reqs, dtype=np.float32)
         self.frequency = np.zeros(states.max_num_reqs, dtype=np.float32)
         self.repetition = np.ones(states.max_num_reqs, dtype=np.float32)
@@ -69,17 +98,17 @@ class PenaltiesState:
         if not len(places):
             return
         assert self.output_counts is not None
-        device = self.states.device
-        index = to_device(rows[places], device)
-        place = to_device(places, device)
-        counts, in_prompt = self.output_counts[index], self.prompt_mask[index]
-        part = logits[place]
-        repetition = self._column(self.repetition, rows[places])
-        factor = torch.where(part > 0, 1 / repetition, repetition)
-        part = torch.where(in_prompt | (counts > 0), part * factor, part)
-        part -= self._column(self.frequency, rows[places]) * counts
-        part -= self._column(self.presence, rows[places]) * (counts > 0)
-        logits[place] = part
+        index = rows[places]
+        self.apply_penalties(
+            logits,
+            self._to_device(places),
+            self._to_device(index),
+            self._to_device(self.presence[index]),
+            self._to_device(self.frequency[index]),
+            self._to_device(self.repetition[index]),
+            self.output_counts,
+            self.prompt_mask,
+        )
 
-    def _column(self, values: np.ndarray, rows: np.ndarray) -> Tensor:
-        return to_device(values[rows], self.states.device).unsqueeze(1)
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        return to_device(array, self.states.device)

@@ -10,7 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from vllmx.core.output import LogprobsLists
-from vllmx.sample.logprob import compute_topk_logprobs, get_log_softmax
+from vllmx.sample.logprob import compute_topk_logprobs
+from vllmx.sample.ops import get_sampler_ops
 from vllmx.worker.input_batch import InputBatch
 from vllmx.worker.states import RequestState
 
@@ -23,7 +24,7 @@ class PromptLogprobsWorker:
 
     def __init__(self, states: RequestState, batch_invariant: bool = False) -> None:
         self.states = states
-        self.log_softmax = get_log_softmax(batch_invariant)
+        self.token_values = get_sampler_ops(states.device, batch_invariant).token_logprobs
         self.wanted: dict[str, int] = {}
         self.chunks: dict[str, list[LogprobsLists]] = {}
 
@@ -67,8 +68,10 @@ class PromptLogprobsWorker:
                 end = min(begin + ROWS_AT_ONCE, last)
                 rows = hidden[start + begin - first : start + end - first]
                 targets = self.states.all_token_ids.gpu[row, begin + 1 : end + 1].long()
-                logprobs = self.log_softmax(compute_logits(rows))
-                self.chunks[req_id].append(compute_topk_logprobs(logprobs, count, targets))
+                logits = compute_logits(rows)
+                self.chunks[req_id].append(
+                    compute_topk_logprobs(logits, count, targets, self.token_values)
+                )
             if int(batch.seq_lens_np[i]) >= prompt_len:
                 done[req_id] = _join(self.chunks[req_id], count)
                 self.remove_request(req_id)

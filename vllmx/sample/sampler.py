@@ -10,13 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllmx.config import ReasoningConfig
 from vllmx.core.output import LogprobsLists
 from vllmx.sample.bad_words import BadWordsState
-from vllmx.sample.gumbel import gumbel_sample
+from vllmx.sample.custom import CustomProcessorsState
 from vllmx.sample.logit_bias import LogitBiasState
-from vllmx.sample.logprob import LogprobTokenIdsState, compute_topk_logprobs, get_log_softmax
+from vllmx.sample.logits_processor.state import LogitsProcessors
+from vllmx.sample.logprob import LogprobTokenIdsState, compute_topk_logprobs
+from vllmx.sample.ops import SamplerOps, get_sampler_ops
 from vllmx.sample.penalties import PenaltiesState
 from vllmx.sample.states import NO_LOGPROBS, SamplingStates, random_generator
+from vllmx.sample.thinking_budget import ThinkingBudgetState
 from vllmx.sampling_params import SamplingParams
 from vllmx.worker.buffer_utils import to_device
 from vllmx.worker.states import RequestState
@@ -34,20 +38,35 @@ class Sampler:
     """Chooses the next token of each row of logits."""
 
     def __init__(
-        self, states: RequestState, logprobs_mode: str, seed: int, batch_invariant: bool = False
+        self,
+        states: RequestState,
+        logprobs_mode: str,
+        seed: int,
+        batch_invariant: bool = False,
+        *,
+        use_fp64_gumbel: bool = False,
+        reasoning_config: ReasoningConfig | None = None,
+        processors: LogitsProcessors | None = None,
+        ops: SamplerOps | None = None,
     ) -> None:
+        """ops: by default the provider of the device; processors: custom ones."""
         self.device = states.device
         self.logprobs_mode = logprobs_mode
+        self.use_fp64_gumbel = use_fp64_gumbel
+        self.ops = ops or get_sampler_ops(states.device, batch_invariant)
+        # A library may add up the rows of a batch otherwise than a row alone.
+        self.row_by_row = batch_invariant and not self.ops.batch_invariant
         self.sampling_states = SamplingStates(states.max_num_reqs, states.vocab_size, states.device)
         self.logit_bias_state = LogitBiasState(states.max_num_reqs, states.device)
-        self.penalties_state = PenaltiesState(states)
+        self.penalties_state = PenaltiesState(states, self.ops.apply_penalties)
         self.bad_words_state = BadWordsState(states)
+        self.thinking_budget_state = ThinkingBudgetState(states, reasoning_config)
         self.logprob_token_ids_state = LogprobTokenIdsState(states.max_num_reqs, states.device)
+        custom = CustomProcessorsState(states, processors or LogitsProcessors())
+        self.custom: CustomProcessorsState | None = custom if custom.present else None
         # Rows that need more than an argmax over the raw logits.
         self.needs_processing = np.zeros(states.max_num_reqs, dtype=np.bool_)
         self.generator = random_generator(seed, states.device)
-        self.batch_invariant = batch_invariant
-        self.log_softmax = get_log_softmax(batch_invariant)
 
     def add_request(self, row: int, prompt_len: int, params: SamplingParams) -> None:
         """Take over the parameters of the request in `row`."""
@@ -55,13 +74,23 @@ class Sampler:
         self.logit_bias_state.add_request(row, prompt_len, params)
         self.penalties_state.add_request(row, params)
         self.bad_words_state.add_request(row, params)
+        self.thinking_budget_state.add_request(row, params)
         self.logprob_token_ids_state.add_request(row, params)
+        if self.custom is not None:
+            self.custom.add_request(row, params)
         self.needs_processing[row] = (
             params.temperature != 0
             or self.logit_bias_state.active[row]
             or self.penalties_state.active[row]
             or self.bad_words_state.active[row]
+            or self.thinking_budget_state.active[row]
+            or self.custom is not None
         )
+
+    def remove_request(self, row: int) -> None:
+        """The request in `row` has ended or is preempted."""
+        if self.custom is not None:
+            self.custom.remove_request(row)
 
     def is_plain(self, rows: np.ndarray) -> bool:
         """Whether the rows want the likeliest token of the raw logits, and nothing beside."""
@@ -73,8 +102,8 @@ class Sampler:
 
     @property
     def reads_sampled_tokens(self) -> bool:
-        """Whether a request wants its tokens so far to be known on the host before the next."""
-        return bool(self.bad_words_state.words)
+        """Whether the tokens so far must be known on the host before the next are sampled."""
+        return self.custom is not None
 
     def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> SamplerOutput:
         """Sample from logits [n, vocab]; rows [n]: of the requests; positions [n]: last token's."""
@@ -85,42 +114,49 @@ class Sampler:
         if self.needs_processing[rows].any():
             processed = self.apply_sampling_params(logits, rows, positions)
             temperature, seeds, has_seed = self.sampling_states.gather(rows)
-            sampled = gumbel_sample(
+            sampled = self.ops.gumbel_sample(
                 processed,
                 temperature,
                 seeds,
                 has_seed,
                 to_device(positions, self.device),
                 self.generator,
+                self.use_fp64_gumbel,
             )
         else:
             sampled = logits.argmax(dim=-1)
         self.penalties_state.record(rows, sampled)
+        self.thinking_budget_state.record(rows, sampled)
         if not wants_logprobs:
             return SamplerOutput(sampled, None)
-        values = self._logprob_values(logits, processed)
+        source = processed if self.logprobs_mode.startswith("processed") else logits
+        as_logits = self.logprobs_mode.endswith("logits")
+        values = self.ops.token_logits if as_logits else self.ops.token_logprobs
         count = max(num_logprobs, 0)
-        return SamplerOutput(sampled, compute_topk_logprobs(values, count, sampled, named_ids))
+        return SamplerOutput(
+            sampled, compute_topk_logprobs(source, count, sampled, values, named_ids)
+        )
 
     def apply_sampling_params(
         self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> Tensor:
         """A float32 copy of logits with every request's parameters applied, in upstream's order."""
         logits = logits.to(torch.float32, copy=True)
+        custom = self.custom
         self.logit_bias_state.apply(logits, rows, positions)
+        if custom is not None:
+            custom.update_state()
+            logits = custom.apply(custom.processors.non_argmax_invariant, logits, rows)
         self.penalties_state.apply(logits, rows)
         self.bad_words_state.apply(logits, rows)
+        self.thinking_budget_state.apply(logits, rows)
         self.sampling_states.apply_temperature(logits, rows)
-        if not self.batch_invariant:
-            return self.sampling_states.apply_filters(logits, rows)
-        # A library may add up the rows of a batch otherwise than a row alone.
+        if custom is not None:
+            logits = custom.apply(custom.processors.argmax_invariant, logits, rows)
+        apply_filters, top = self.sampling_states.apply_filters, self.ops.apply_top_k_top_p
+        if not self.row_by_row:
+            return apply_filters(logits, rows, top)
         for i in range(len(rows)):
             here = slice(i, i + 1)
-            logits[here] = self.sampling_states.apply_filters(logits[here].clone(), rows[here])
+            logits[here] = apply_filters(logits[here].clone(), rows[here], top)
         return logits
-
-    def _logprob_values(self, raw: Tensor, processed: Tensor) -> Tensor:
-        source = processed if self.logprobs_mode.startswith("processed") else raw
-        if self.logprobs_mode.endswith("logits"):
-            return source.to(torch.float32)
-        return self.log_softmax(source)

@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllmx.sample.min_p import apply_min_p
-from vllmx.sample.topk_topp import apply_top_k_top_p
 from vllmx.sampling_params import SamplingParams
 from vllmx.worker.buffer_utils import to_device
 
@@ -61,7 +62,12 @@ class SamplingStates:
         divisor = np.where(temperature == 0, np.float32(1), temperature)
         logits.div_(to_device(divisor, self.device).unsqueeze(1))
 
-    def apply_filters(self, logits: Tensor, rows: np.ndarray) -> Tensor:
+    def apply_filters(
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        apply_top_k_top_p: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
+    ) -> Tensor:
         """min-p, top-k and top-p where rows have them, in place."""
         min_p, top_k, top_p = self.min_p[rows], self.top_k[rows], self.top_p[rows]
         if min_p.any():

@@ -42,6 +42,14 @@ def run(config: RunConfig, started: float) -> int:
         from vllmx.tasks.bench_startup import measure_startup
 
         results = measure_startup(config)
+    elif config.bench.kind == "kernels":
+        from vllmx.tasks.bench_kernels import measure_kernels
+
+        results = measure_kernels(config)
+    elif config.bench.kind == "serve":
+        from vllmx.tasks.bench_serve import measure_serve
+
+        results = measure_serve(config)
     elif config.bench.kind == "latency":
         results = measure_latency(config)
     else:

@@ -30,6 +30,7 @@ def run(config: RunConfig, started: float) -> int:
     print(f"batch_invariant: {'on' if invariant else 'off'} (kernel.batch_invariant)")
     for choice in _all_choices(vllm_config, choices):
         print(f"op {choice.op}: {choice.provider}")
+        print(f"    by {choice.because}")
         for provider, reason in choice.refused.items():
             print(f"    not {provider}: {reason}")
     return 0

@@ -188,6 +188,14 @@ class AttnMetadataBuilders:
                     for builder, names in by_backend.items()
                 ]
             )
+        self._planning = [
+            builder for group in self.groups for builder, _ in group if builder.plans_replays
+        ]
+
+    def plan_replay(self, num_reqs: int, seq_lens: np.ndarray) -> None:
+        """Tell the builders that plan replays of the next one, see AttentionMetadataBuilder."""
+        for builder in self._planning:
+            builder.plan_replay(num_reqs, seq_lens)
 
     def build(
         self,
@@ -195,9 +203,10 @@ class AttnMetadataBuilders:
         block_tables: list[Tensor],
         slot_mappings: list[Tensor],
         tiles: dict[int, Tensor] | None = None,
+        captured: bool = False,
     ) -> dict[str, Any]:
         """Metadata by layer name for `batch`; `tiles`: for a graph of batches with prompts in
-        them, see TritonAttentionMetadataBuilder."""
+        them, see TritonAttentionMetadataBuilder; captured: for a graph of decodes."""
         metadata: dict[str, Any] = {}
         for builders, table, slots in zip(self.groups, block_tables, slot_mappings, strict=True):
             common = CommonAttentionMetadata(
@@ -214,11 +223,12 @@ class AttnMetadataBuilders:
                 has_initial_state=batch.has_initial_state,
             )
             for builder, names in builders:
-                built = (
-                    builder.build(common)
-                    if tiles is None
-                    else builder.build_for_mixed_graph(common, tiles)  # type: ignore[attr-defined]
-                )
+                if tiles is not None:
+                    built = builder.build_for_mixed_graph(common, tiles)  # type: ignore[attr-defined]
+                elif captured:
+                    built = builder.build_for_cudagraph_capture(common)
+                else:
+                    built = builder.build(common)
                 metadata.update(dict.fromkeys(names, built))
         return metadata
 

@@ -94,6 +94,18 @@ class GPUSteps:
             self.mixed_graph.drop()
         return taken
 
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Run once, without a graph, each step that is to be captured at the start."""
+        if not self.cudagraph_manager.needs_capture():
+            return
+        if self.mixed_graph is not None:
+            self.mixed_graph.send_padding()
+            self.mixed_graph.step()
+        for size in self.cudagraph_manager.sizes:
+            self._send_padding(size)
+            self._decode_step(size)
+
     # ------------------------------------------------------------------ execute
 
     def execute(self, scheduler_output: SchedulerOutput) -> tuple[InputBatch, Tensor]:
@@ -111,6 +123,7 @@ class GPUSteps:
             buffers.send(host, padded_to=desc.num_reqs)
             if states is not None:
                 states.preprocess_state(host)
+            runner.attn_builders.plan_replay(desc.num_reqs, host.seq_lens_np)
             return batch, self.cudagraph_manager.run_fullgraph(desc)[:num_reqs]
         if self.mixed_graph is not None and self.mixed_graph.takes(host):
             self.mixed_graph.send(host)
@@ -145,7 +158,8 @@ class GPUSteps:
         )
         batch = buffers.batch(host)
         buffers.prepare(num_reqs)
-        metadata = runner.attn_builders.build(batch, *buffers.attention_inputs(host))
+        inputs = buffers.attention_inputs(host)
+        metadata = runner.attn_builders.build(batch, *inputs, captured=True)
         with set_forward_context(ForwardContext(metadata)):
             hidden_states = runner.model(batch.input_ids, batch.positions)
         buffers.sample_greedy(runner.model.compute_logits(hidden_states))

@@ -19,7 +19,7 @@ from vllmx.core.output import (
 )
 from vllmx.gc_utils import freeze_gc_heap, unfreeze_gc_heap
 from vllmx.kv_transfer.base import KVConnectorHandshakeMetadata
-from vllmx.platform import available_memory, num_threads, resolve_device, resolve_dtype
+from vllmx.platform import available_memory, has, num_threads, resolve_device, resolve_dtype
 from vllmx.worker.device_memory import (
     CudaMemory,
     DeviceMemory,
@@ -30,7 +30,7 @@ from vllmx.worker.device_memory import (
     request_memory,
 )
 from vllmx.worker.model_runner import GPUModelRunner
-from vllmx.worker.profile_run import profile_run
+from vllmx.worker.profile_run import compile_kernels, profile_run
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,9 @@ class Worker:
     def profile_memory(self, memory: DeviceMemory) -> MemoryProfile:
         """Run the largest step, capture a few CUDA graphs, and say where the memory went."""
         runner, start = self.model_runner, self.init_snapshot
+        if self.device == "cuda" and has("triton"):
+            with explained("compiling kernels", self.vllm_config, memory):
+                compile_kernels(runner, num_threads(self.vllm_config.device_config))
         memory.release()
         memory.reset_peak()
         before = memory.snapshot()

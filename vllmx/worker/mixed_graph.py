@@ -46,7 +46,9 @@ class MixedGraph:
         self.max_reqs = steps.runner.req_states.max_num_reqs
         layers = attention_layers(steps.runner.model).values()
         groups = {
-            tokens_of_a_tile(layer.num_heads // layer.num_kv_heads, steps.runner.ops.dtype)
+            tokens_of_a_tile(
+                layer.num_heads // layer.num_kv_heads, steps.runner.ops.dtype, layer.head_size
+            )
             for layer in layers
         }
         device = steps.buffers.device

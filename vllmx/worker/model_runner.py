@@ -27,6 +27,7 @@ from vllmx.ir.select import OpTable
 from vllmx.layers.attention import Attention, attention_layers
 from vllmx.layers.mamba_base import MambaBase, mamba_layers
 from vllmx.model_loader.loader import load_model
+from vllmx.sample.logits_processor import build_logitsprocs
 from vllmx.sample.prompt_logprob import PromptLogprobsWorker
 from vllmx.sample.sampler import Sampler
 from vllmx.worker.attn_utils import (
@@ -129,6 +130,11 @@ class GPUModelRunner:
         """Bytes that the CUDA graphs will take, from a few of them; they are let go of."""
         return 0 if self.gpu_steps is None else self.gpu_steps.profile_cudagraph_memory()
 
+    def rehearse_cudagraphs(self) -> None:
+        """Run once, without a graph, each step that is to be captured at the start."""
+        if self.gpu_steps is not None:
+            self.gpu_steps.rehearse()
+
     def capture_model(self) -> int:
         """Capture CUDA graphs, if there are to be any; the bytes that they take."""
         return 0 if self.gpu_steps is None else self.gpu_steps.capture_model()
@@ -142,8 +148,20 @@ class GPUModelRunner:
         self.block_tables.reset()
         model_config = self.vllm_config.model_config
         invariant = self.vllm_config.kernel_config.batch_invariant
-        mode, seed = model_config.logprobs_mode, model_config.seed
-        self.sampler = Sampler(self.req_states, mode, seed, invariant)
+        self.sampler = Sampler(
+            self.req_states,
+            model_config.logprobs_mode,
+            model_config.seed,
+            invariant,
+            use_fp64_gumbel=model_config.use_fp64_gumbel,
+            reasoning_config=self.vllm_config.reasoning_config,
+            processors=build_logitsprocs(
+                self.vllm_config,
+                torch.device(self.device),
+                is_pin_memory=self.device != "cpu",
+                custom_logitsprocs=model_config.logits_processors,
+            ),
+        )
         self.prompt_logprobs_worker = PromptLogprobsWorker(self.req_states, invariant)
 
     @torch.inference_mode()
@@ -278,7 +296,9 @@ class GPUModelRunner:
         if scheduler_output.preempted_req_ids:
             ended = ended | scheduler_output.preempted_req_ids
         for req_id in ended:
-            self.req_states.remove_request(req_id)
+            row = self.req_states.remove_request(req_id)
+            if row is not None:
+                self.sampler.remove_request(row)
             self.prompt_logprobs_worker.remove_request(req_id)
 
     def add_requests(self, new_requests: list[NewRequestData]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from vllmx.core.kv_cache_interface import KVCacheConfig
 from vllmx.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllmx.core.output import AsyncModelRunnerOutput, NewRequestData, SchedulerOutput
+from vllmx.kernels.compile_ahead import compiling_ahead
 from vllmx.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
 
 SHARED_BLOCK = 1
 """The one real block; 0 is the null block."""
+
+
+def compile_kernels(runner: GPUModelRunner, threads: int) -> None:
+    """Compile, in `threads` threads, what the largest step launches and what the steps launch that
+    become CUDA graphs. Nothing is left behind."""
+    with compiling_ahead(threads):
+        profile_run(runner)
+        runner.rehearse_cudagraphs()
+    runner.release_kv_cache()
 
 
 def profile_run(runner: GPUModelRunner) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllmx.attention.backend import (
+    NO_SINKS,
     AttentionBackend,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -70,6 +71,8 @@ class NativeBackend(AttentionBackend):
     def refusal(context: OpContext) -> bool | str:
         """float32 on a CPU with a C compiler, heads and a cache that the kernel can hold."""
         facts = context.facts
+        if facts.get("sinks"):
+            return NO_SINKS
         if facts.get("head_size", 0) > MAX_HEAD_SIZE:
             return f"holds heads of at most {MAX_HEAD_SIZE} elements, not {facts['head_size']}"
         if facts.get("kv_cache_dtype", torch.float32) != torch.float32:

@@ -53,6 +53,7 @@ class ReferenceBackend(AttentionBackend):
         soft_cap: float | None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend.run."""
         return paged_attention.fn(
@@ -67,4 +68,5 @@ class ReferenceBackend(AttentionBackend):
             soft_cap,
             k_scale,
             v_scale,
+            sinks,
         )

@@ -166,6 +166,7 @@ class TritonAttentionBackend(AttentionBackend):
         soft_cap: float | None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend.run."""
         num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
@@ -185,6 +186,7 @@ class TritonAttentionBackend(AttentionBackend):
                 out,
                 *how,
                 splits=num_splits(decodes * num_kv_heads, longest, metadata.processors * 3 // 2),
+                sinks=sinks,
             )
         if decodes < metadata.num_reqs:
             paged_prefill(
@@ -194,8 +196,11 @@ class TritonAttentionBackend(AttentionBackend):
                 metadata.block_table,
                 metadata.query_start_loc,
                 metadata.seq_lens,
-                metadata.tiles(tokens_of_a_tile(num_heads // num_kv_heads, query.dtype)),
+                metadata.tiles(
+                    tokens_of_a_tile(num_heads // num_kv_heads, query.dtype, query.shape[2])
+                ),
                 out,
                 *how,
+                sinks=sinks,
             )
         return out

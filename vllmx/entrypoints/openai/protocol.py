@@ -22,7 +22,13 @@ from vllmx.entrypoints.openai.response_format import (
     structured_outputs_of,
 )
 from vllmx.exceptions import VLLMValidationError
-from vllmx.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllmx.sampling_params import (
+    BeamSearchParams,
+    RepetitionDetectionParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
@@ -173,6 +179,8 @@ class GenerationRequest(OpenAIBaseModel):
     return_token_ids: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1)
     vllm_xargs: dict[str, Any] | None = None
+    thinking_token_budget: Int64 | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
 
     @model_validator(mode="after")
     def check_common(self) -> GenerationRequest:
@@ -188,10 +196,7 @@ class GenerationRequest(OpenAIBaseModel):
                 parameter="prompt_logprobs",
             )
         if self.use_beam_search:
-            raise VLLMValidationError(
-                "`use_beam_search`: beam search is not built yet; leave it out.",
-                parameter="use_beam_search",
-            )
+            self._check_beam_search()
         refuse_older_names(self.model_extra or {})
         self.get_structured_outputs()
         return self
@@ -199,6 +204,18 @@ class GenerationRequest(OpenAIBaseModel):
     def get_structured_outputs(self) -> StructuredOutputsParams | None:
         """The constraint of the answer; raises VLLMValidationError for one that is none."""
         return structured_outputs_of(self.response_format, self.structured_outputs)
+
+    def _check_beam_search(self) -> None:
+        if self.stream:
+            raise VLLMValidationError(
+                "Streaming is not currently supported with beam search", parameter="stream"
+            )
+        if self.get_prompt_logprobs() is not None:
+            raise VLLMValidationError(
+                "`prompt_logprobs` (and `echo` with `logprobs`) are not available with beam "
+                "search; leave one of them out.",
+                parameter="prompt_logprobs",
+            )
 
     @property
     def max_tokens_name(self) -> str:
@@ -216,6 +233,22 @@ class GenerationRequest(OpenAIBaseModel):
     def get_prompt_logprobs(self) -> int | None:
         """Log-probabilities for each prompt token, None for none."""
         return self.prompt_logprobs
+
+    def to_beam_search_params(
+        self, max_tokens: int, default_sampling_params: dict[str, Any] | None = None
+    ) -> BeamSearchParams:
+        """Parameters of a beam search as wide as `n`. Raises VLLMValidationError."""
+        temperature = self.temperature
+        if temperature is None:
+            temperature = (default_sampling_params or {}).get("temperature", 1.0)
+        return BeamSearchParams(
+            beam_width=1 if self.n is None else self.n,
+            max_tokens=max_tokens,
+            ignore_eos=self.ignore_eos,
+            temperature=temperature,
+            length_penalty=self.length_penalty,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )
 
     def to_sampling_params(
         self, max_tokens: int, default_sampling_params: dict[str, Any] | None = None
@@ -251,5 +284,7 @@ class GenerationRequest(OpenAIBaseModel):
             allowed_token_ids=self.allowed_token_ids,
             structured_outputs=self.get_structured_outputs(),
             extra_args=self.vllm_xargs or None,
+            thinking_token_budget=self.thinking_token_budget,
+            repetition_detection=self.repetition_detection,
             **chosen,
         )

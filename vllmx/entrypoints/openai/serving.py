@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from vllmx.config import ServerConfig
+from vllmx.entrypoints.beam_search import BeamSearchInstance, beam_search
 from vllmx.entrypoints.openai.errors import GenerationError
 from vllmx.entrypoints.openai.protocol import (
     GenerationRequest,
@@ -23,7 +24,7 @@ from vllmx.entrypoints.openai.protocol import (
 )
 from vllmx.entrypoints.openai.serving_models import OpenAIServingModels
 from vllmx.exceptions import VLLMValidationError
-from vllmx.sampling_params import SamplingParams
+from vllmx.sampling_params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from vllmx.engine.async_llm import AsyncLLM
@@ -207,8 +208,8 @@ class OpenAIServing:
 
     def sampling_params(
         self, body: GenerationRequest, prompt: RenderedPrompt, default_max_tokens: int | None
-    ) -> SamplingParams:
-        """Sampling parameters for one prompt; raises VLLMValidationError."""
+    ) -> SamplingParams | BeamSearchParams:
+        """Parameters for one prompt, of the search if one is asked for; VLLMValidationError."""
         max_tokens = get_max_tokens(
             self.max_model_len,
             body.get_max_tokens(),
@@ -216,7 +217,35 @@ class OpenAIServing:
             default_max_tokens,
             self.override_max_tokens,
         )
+        if body.use_beam_search:
+            return body.to_beam_search_params(max_tokens, self.default_sampling_params)
         return body.to_sampling_params(max_tokens, self.default_sampling_params)
+
+    def run(
+        self,
+        prompt: RenderedPrompt,
+        params: SamplingParams | BeamSearchParams,
+        request_id: str,
+        body: GenerationRequest,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one prompt, by sampling or by beam search; closing the generator aborts it."""
+        if isinstance(params, SamplingParams):
+            return self.generate(prompt, params, request_id, body)
+
+        def generate(
+            token_ids: list[int], step: SamplingParams, step_id: str
+        ) -> AsyncGenerator[RequestOutput, None]:
+            return self.generate(RenderedPrompt(token_ids, None), step, step_id, body)
+
+        instance = BeamSearchInstance(
+            prompt,
+            prompt.token_ids,
+            params,
+            frozenset(self.engine_client.input_processor.end_token_ids),
+            self.max_model_len,
+        )
+        tokenizer = self.require_tokenizer()
+        return beam_search(instance, request_id, tokenizer, generate, prompt.text)
 
     async def generate(
         self,

@@ -98,7 +98,7 @@ class OpenAIServingChat(OpenAIServing):
         role = ASSISTANT if body.add_generation_prompt else body.messages[-1].role
         request_id = self.request_id("chatcmpl", body, raw_request)
         answer = _Answer(body, prompt, request_id, now(), role, _echo_text(body, role))
-        results = self.generate(prompt, params, request_id, body)
+        results = self.run(prompt, params, request_id, body)
         if body.stream:
             started = await StartedStream.start(results)
             return EventStream(self._events(answer, started), started)

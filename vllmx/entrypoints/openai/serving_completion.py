@@ -89,7 +89,7 @@ class OpenAIServingCompletion(OpenAIServing):
         ]
         results = merge_async_iterators(
             *(
-                self.generate(prompt, params, f"{answer.id}-{i}", body)
+                self.run(prompt, params, f"{answer.id}-{i}", body)
                 for i, (prompt, params) in enumerate(zip(prompts, all_params, strict=True))
             )
         )

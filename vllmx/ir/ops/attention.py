@@ -23,6 +23,7 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of each request's new tokens to all its tokens so far, themselves included.
 
@@ -32,7 +33,8 @@ def paged_attention(
     seq_lens: int32 [num_reqs], tokens in the cache with the new ones.
     sliding_window W: a token sees itself and the W - 1 before it. soft_cap c: c * tanh(s / c).
     k_scale, v_scale: what a number of either cache is to be multiplied with; 1.0 unless the cache
-    has one byte a number. Computed in float32; returns query's shape and dtype.
+    has one byte a number. sinks: [num_heads], the score of one more key of each head, which has
+    no value. Computed in float32; returns query's shape and dtype.
     """
     out = torch.empty_like(query)
     group = query.shape[1] // key_cache.shape[2]
@@ -53,7 +55,11 @@ def paged_attention(
         hidden = columns > rows
         if sliding_window is not None:
             hidden |= columns <= rows - sliding_window
-        scores = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        scores = scores.softmax(dim=-1)[..., :seq_len]
         attended = torch.einsum("hqk,khd->qhd", scores, values) * v_scale
         out[first:last] = attended.to(query.dtype)
     return out
@@ -67,6 +73,12 @@ paged_attention.set_tolerance(
     "what torch's own attention differs by on the cases below",
 )
 
+
+@paged_attention.register_facts
+def _paged_attention_facts(sinks: Tensor | None = None, **others: Any) -> dict[str, Any]:
+    return {} if sinks is None else {"sinks": True}
+
+
 BATCHES = (
     # (query lengths, sequence lengths, heads, kv heads, head size, block size, window, soft cap)
     ([1], [1], 2, 1, 64, 16, None, None),
@@ -76,7 +88,10 @@ BATCHES = (
     ([1, 13, 1, 6], [33, 29, 2, 6], 4, 2, 64, 8, 8, None),
     ([1, 9], [20, 24], 4, 4, 32, 16, None, 5.0),
     ([1, 1, 1, 1], [3, 250, 9, 4], 4, 1, 64, 16, 16, None),
+    ([1, 1, 13, 6], [250, 3, 29, 6], 4, 2, 64, 16, None, None),
 )
+WITH_SINKS = 7
+"""The batch whose heads have sinks."""
 
 
 @paged_attention.register_inputs
@@ -95,6 +110,8 @@ def _paged_attention_inputs(
     for row, length in enumerate(seq_lens):
         table[row, -(-length // block_size) :] = 0
     query = torch.randn(sum(query_lens), heads, head_size, generator=generator) * 2
+    with_sinks = case % len(BATCHES) == WITH_SINKS
+    sinks = torch.randn(heads, generator=generator) * 2 if with_sinks else None
     return {
         "query": query.to(device, dtype),
         "key_cache": cache[:, :, 0],
@@ -105,4 +122,5 @@ def _paged_attention_inputs(
         "scale": head_size**-0.5,
         "sliding_window": window,
         "soft_cap": cap,
+        "sinks": None if sinks is None else sinks.to(device, dtype),
     }

@@ -52,6 +52,16 @@ def fused_add_rms_norm(
     return normed.to(x.dtype), total.to(x.dtype)
 
 
+@register_op(static_args=("weight", "bias"))
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: float) -> Tensor:
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias, over the last dimension.
+
+    x: [..., hidden]; weight, bias: [hidden]. Computed in float32; returns x's shape and dtype.
+    """
+    wide = [None if part is None else part.to(torch.float32) for part in (weight, bias)]
+    return F.layer_norm(x.to(torch.float32), x.shape[-1:], *wide, epsilon).to(x.dtype)
+
+
 @register_op(static_args=("weight",))
 def rms_norm_gated(
     x: Tensor, weight: Tensor, z: Tensor, epsilon: float, activation: str = "silu"
@@ -72,6 +82,9 @@ rms_norm.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(rms_norm.fn, "x")
 fused_add_rms_norm.set_batch_invariant(
     REFERENCE, ANY_DEVICE, row_by_row(fused_add_rms_norm.fn, "x", "x_residual")
 )
+
+
+layer_norm.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(layer_norm.fn, "x"))
 
 
 @rms_norm.register_inputs
@@ -112,4 +125,18 @@ def _rms_norm_gated_inputs(
         "z": z.to(device, dtype),
         "epsilon": inputs["epsilon"],
         "activation": "sigmoid" if case % 2 else "silu",
+    }
+
+
+@layer_norm.register_inputs
+def _layer_norm_inputs(
+    case: int, dtype: torch.dtype, device: str, generator: torch.Generator
+) -> dict[str, Any]:
+    inputs = _rms_norm_inputs(case, dtype, device, generator)
+    bias = torch.randn(inputs["weight"].shape, generator=generator).to(device, dtype)
+    return {
+        "x": inputs["x"],
+        "weight": inputs["weight"] if case % 2 == 0 else None,
+        "bias": bias if case == 0 else None,
+        "epsilon": inputs["epsilon"],
     }

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense families beside Llama: how they load and what they refuse; what they compute is held by
+goldens, and by transformers for those that have a row each."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import build_engine
+from safetensors.torch import load_file, save_file
+
+from oracles.transformers_twin import load as load_twin
+from vllmx import SamplingParams
+from vllmx.exceptions import CheckpointError
+from vllmx.layers.attention import attention_layers
+from vllmx.models.hf_config import DEFAULTS, HFConfig
+from vllmx.models.hf_dense import DENSE_DEFAULTS
+from vllmx.models.utils import by_head
+from vllmx.tiny.checkpoint import save
+from vllmx.tiny.configs import config_of
+from vllmx.tiny.dense_configs import DENSE_FAMILIES
+
+ROWS = ("tiny-gemma2", "tiny-mistral", "tiny-olmo3", "tiny-phi3", "tiny-qwen2")
+"""Those whose feature has a row, and the one that upstream can't load."""
+SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Name -> the folder of a tiny checkpoint, written when it is asked for."""
+    root = tmp_path_factory.mktemp("dense")
+
+    def folder(name: str) -> Path:
+        if not (root / name).exists():
+            save(name, root / name)
+        return root / name
+
+    return folder
+
+
+def changed(source: Path, target: Path, **config: object) -> Path:
+    """A copy whose config says something else."""
+    shutil.copytree(source, target)
+    said = json.loads((source / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(said))
+    return target
+
+
+def model_of(llm):
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner.model
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_log_probabilities_equal_transformers(folders, name) -> None:
+    ids = [3 + 37 * i % 1000 for i in range(70)]
+    with torch.inference_mode():
+        want = load_twin(folders(name))(torch.tensor([ids])).logits[0].log_softmax(-1)
+    llm = build_engine(folders(name), max_model_len=128, default_priority=["torch"])
+    (answer,) = llm.generate([{"prompt_token_ids": ids}], SCORED, use_tqdm=False)
+    for row, entries in zip(want, answer.prompt_logprobs[1:]):
+        for token, entry in entries.items():
+            assert entry.logprob == pytest.approx(float(row[token]), abs=2e-4)
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("name", sorted(DENSE_FAMILIES))
+def test_every_family_runs_with_dummy_weights(folders, name) -> None:
+    llm = build_engine(folders(name), max_model_len=64, load_format="dummy")
+    params = SamplingParams(temperature=0, max_tokens=2, detokenize=False)
+    (answer,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
+    assert len(answer.outputs[0].token_ids) == 2
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-falcon", "tiny-glm4", "tiny-phi3", "tiny-opt"])
+def test_a_missing_tensor_is_named_as_the_checkpoint_has_it(folders, tmp_path, name) -> None:
+    folder = changed(folders(name), tmp_path / "less")
+    tensors = load_file(folder / "model.safetensors")
+    parts = sorted(key for key in tensors if ".1." in key)
+    gone = next(key for key in parts if "norm" in key or ".ln" in key)
+    del tensors[gone]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"lacks {gone}"):
+        build_engine(folder, max_model_len=64)
+
+
+def test_a_stacked_matrix_of_another_height_is_refused(folders, tmp_path) -> None:
+    folder = changed(folders("tiny-phi3"), tmp_path / "tall")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    tensors[name] = torch.cat((tensors[name], tensors[name][:1]))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{name} has 257 rows, the config wants 256"):
+        build_engine(folder, max_model_len=64)
+
+
+REFUSED = [
+    ("tiny-falcon", {"alibi": True}, "alibi=true is not supported"),
+    ("tiny-opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
+    ("tiny-opt", {"word_embed_proj_dim": 64}, "word_embed_proj_dim must be 128"),
+    ("tiny-phi", {"qk_layernorm": True}, "qk_layernorm is not supported in Phi"),
+    ("tiny-stablelm", {"use_parallel_residual": True}, "use_parallel_residual is not supported"),
+    ("tiny-gpt2", {"activation_function": "swoosh"}, "hidden_act 'swoosh' is not supported"),
+    ("tiny-qwen2", {"hidden_act": "relu2"}, "not supported in a gated MLP"),
+    ("tiny-phi3", {"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral'"),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "words"), REFUSED, ids=lambda v: str(v)[:40])
+def test_a_key_that_changes_the_maths_and_is_not_built_stops_the_load(
+    folders, tmp_path, name, config, words
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        build_engine(changed(folders(name), tmp_path / "other", **config), max_model_len=64)
+
+
+WINDOWS = {
+    "tiny-mistral": [24, 24, 24, 24],
+    "tiny-gemma2": [24, None, 24, None],
+    "tiny-cohere2": [24, 24, 24, None],
+    "tiny-qwen2": [None] * 4,
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_each_layer_has_the_window_that_the_config_gives_it(folders, name) -> None:
+    llm = build_engine(folders(name), max_model_len=64)
+    found = [layer.sliding_window for layer in attention_layers(model_of(llm)).values()]
+    assert found == WINDOWS[name]
+    llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("family", "period", "full"),
+    [("cohere2", 2, [1, 3]), ("exaone4", "LG", [1, 3])],
+)
+def test_layer_types_follow_from_the_family_where_the_config_has_none(family, period, full) -> None:
+    said = {"model_type": family, "sliding_window": 8, "num_hidden_layers": 4}
+    said |= {"num_attention_heads": 2, "hidden_size": 16}
+    if period is not None:
+        said["sliding_window_pattern"] = period
+    types = HFConfig(said).layer_types
+    assert [i for i, kind in enumerate(types) if kind == "full_attention"] == full
+
+
+@pytest.mark.parametrize("family", [*sorted(DENSE_DEFAULTS), "ministral3", "mistral", "qwen2"])
+def test_values_left_out_are_those_of_transformers(family) -> None:
+    """A config that says nothing but its shape means what it means there."""
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(family)
+    ours = HFConfig({"model_type": family})
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    for key in DEFAULTS[family]:
+        if key in ("rope_theta", "partial_rotary_factor"):
+            want, got = rope.get(key), ours.rope_parameters.get(key)
+        elif key == "rope_parameters":
+            want = {name: rope.get(name) for name in ours.rope_parameters}
+            got = ours.rope_parameters
+        else:
+            want, got = getattr(theirs, key, None), ours.to_dict()[key]
+        assert want is None or want == got, f"{key}: {want} there, {got} here"
+
+
+@pytest.mark.parametrize("family", ["cohere2", "cwm", "exaone4", "gemma2", "olmo3", "qwen2"])
+def test_layer_types_left_out_are_those_of_transformers(family) -> None:
+    from transformers import AutoConfig
+
+    said = {"num_hidden_layers": 9, "num_attention_heads": 4, "hidden_size": 64}
+    said |= {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}
+    theirs = AutoConfig.for_model(family, **said)
+    assert HFConfig({"model_type": family, **said}).layer_types == list(theirs.layer_types)
+
+
+def test_rows_that_come_head_by_head_are_sorted_by_kind() -> None:
+    rows = torch.arange(2 * (3 + 2) * 4).view(-1, 1)  # two key heads of three queries, heads of 4
+    out = by_head(rows, 3, 4).flatten().tolist()
+    queries, keys, values = [*range(12), *range(20, 32)], (12, 32), (16, 36)
+    rest = [first + i for kind in (keys, values) for first in kind for i in range(4)]
+    assert out == queries + rest
+
+
+def test_ministral_scales_late_queries(folders, tmp_path) -> None:
+    rope = config_of("tiny-mistral")["rope_parameters"] | {
+        "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 4,
+    }
+    folder = changed(
+        folders("tiny-mistral"),
+        tmp_path / "ministral",
+        architectures=["Ministral3ForCausalLM"],
+        model_type="ministral3",
+        sliding_window=None,
+        rope_parameters=rope,
+    )
+    llm = build_engine(folder, max_model_len=64)
+    layer = next(m for m in model_of(llm).modules() if type(m).__name__ == "Ministral3Attention")
+    qk = torch.ones(2, layer.q_size + layer.kv_size)
+    q, k = layer.prepare(torch.tensor([0, 8]), qk)
+    plain, same = type(layer).__mro__[1].prepare(layer, torch.tensor([0, 8]), qk)
+    torch.testing.assert_close(q[1], plain[1] * (1 + 0.1 * torch.log(torch.tensor(3.0))))
+    torch.testing.assert_close(q[0], plain[0])
+    torch.testing.assert_close(k, same)
+    llm.shutdown()

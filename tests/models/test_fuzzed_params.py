@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A thousand sets of parameters, sane and insane: a refusal that names the parameter, or an answer
+that keeps to them; never anything else."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+from checkpoints import VOCAB, save_tiny
+
+from vllmx import LLM, SamplingParams
+from vllmx.exceptions import VLLMValidationError
+from vllmx.sampling_params import RepetitionDetectionParams
+
+SETS = 1000
+NAN, INF = math.nan, math.inf
+ODD: list[Any] = [None, -1, 0, 1, 2, 3, 0.5, -0.0, 1e-9, 1e9, -1e9, NAN, INF, -INF, 2**70, True]
+ODD += ["x", [], {}, [1], ["a"], b"x", VOCAB, VOCAB - 1, 1 + 1j]
+
+
+def choose_ids(rng: random.Random) -> list[int]:
+    return [rng.choice([0, 2, 5, 9, VOCAB - 1]) for _ in range(rng.randrange(4))]
+
+
+SANE = {
+    "n": lambda rng: rng.choice([1, 1, 1, 2, 3]),
+    "temperature": lambda rng: rng.choice([0.0, 1e-5, 0.001, 0.7, 1.0, 2.0]),
+    "top_p": lambda rng: rng.choice([1e-9, 0.3, 0.99, 1.0]),
+    "top_k": lambda rng: rng.choice([-1, 0, 1, 7, VOCAB, 10 * VOCAB]),
+    "min_p": lambda rng: rng.choice([0.0, 0.1, 1.0]),
+    "presence_penalty": lambda rng: rng.uniform(-2, 2),
+    "frequency_penalty": lambda rng: rng.uniform(-2, 2),
+    "repetition_penalty": lambda rng: rng.choice([1e-30, 0.5, 1.0, 3.0, 1e30]),
+    "seed": lambda rng: rng.choice([None, -1, 0, 7, 2**63 - 1, -(2**63)]),
+    "stop_token_ids": choose_ids,
+    "ignore_eos": lambda rng: rng.random() < 0.5,
+    "max_tokens": lambda rng: rng.randrange(1, 5),
+    "min_tokens": lambda rng: rng.randrange(3),
+    "logprobs": lambda rng: rng.choice([None, -1, 0, 3, 20]),
+    "prompt_logprobs": lambda rng: rng.choice([None, None, -1, 0, 2]),
+    "logprob_token_ids": lambda rng: rng.choice([None, choose_ids(rng)]),
+    "flat_logprobs": lambda rng: rng.random() < 0.3,
+    "logit_bias": lambda rng: {t: rng.choice([-100.0, 5.0, 100.0, -INF]) for t in choose_ids(rng)},
+    "allowed_token_ids": lambda rng: rng.choice([None, choose_ids(rng), list(range(VOCAB))]),
+    "extra_args": lambda rng: rng.choice([None, {"a": 1}]),
+    "repetition_detection": lambda rng: RepetitionDetectionParams(2, 1, 2),
+    "skip_reading_prefix_cache": lambda rng: rng.choice([None, True, False]),
+    "detokenize": lambda rng: rng.random() < 0.5,
+}
+REFUSALS = (ValueError, TypeError)  # VLLMValidationError is a ValueError
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory) -> LLM:
+    folder = tmp_path_factory.mktemp("fuzz") / "llama"
+    save_tiny("llama", folder)
+    settings = {"skip_tokenizer_init": True, "num_threads": 1, "use_tqdm_on_load": False}
+    return LLM(str(folder), max_logprobs=-1, max_num_seqs=64, **settings)
+
+
+def draw_params(rng: random.Random) -> dict[str, Any]:
+    """Few parameters, most of them in range; one in three sets has an odd value."""
+    names = rng.sample(sorted(SANE), rng.randrange(1, 9))
+    chosen = {name: SANE[name](rng) for name in names}
+    if rng.random() < 0.35:
+        chosen[rng.choice([*SANE, "stop", "bad_words"])] = rng.choice(ODD)
+    return chosen
+
+
+def check(params: SamplingParams, output: Any) -> None:
+    """An answer is as long as it may be, has allowed tokens only, and finite log-probabilities."""
+    assert len(output.outputs) == params.n
+    for answer in output.outputs:
+        tokens = list(answer.token_ids)
+        assert 1 <= len(tokens) <= (params.max_tokens or 10**9)
+        assert all(0 <= token < VOCAB for token in tokens)
+        assert answer.finish_reason in ("stop", "length", "repetition")
+        if params.allowed_token_ids is not None:
+            assert set(tokens) <= set(params.allowed_token_ids)
+        if answer.finish_reason == "stop":
+            assert len(tokens) >= params.min_tokens
+        if params.num_logprobs is not None:
+            assert len(answer.logprobs) == len(tokens)
+            for token, position in zip(tokens, answer.logprobs, strict=True):
+                assert math.isfinite(position[token].logprob)
+
+
+def test_a_set_is_refused_by_name_or_answered_within_its_bounds(llm: LLM) -> None:
+    rng = random.Random(20)
+    accepted: list[SamplingParams] = []
+    refused = 0
+    for _ in range(SETS):
+        chosen = draw_params(rng)
+        try:
+            params = SamplingParams(**chosen)
+            llm.input_processor.process_inputs("r", [5, 6, 7], params)
+        except REFUSALS as error:
+            refused += 1
+            message = str(error)
+            assert any(name in message for name in [*chosen, "structured outputs"]), (chosen, error)
+            if isinstance(error, VLLMValidationError) and error.parameter is not None:
+                assert error.parameter in SANE | {"stop": 0, "bad_words": 0}, (chosen, error)
+            continue
+        accepted.append(params)
+    assert 100 < refused < SETS - 400
+    outputs = llm.generate([[5, 6, 7]] * len(accepted), accepted, use_tqdm=False)
+    for params, output in zip(accepted, outputs, strict=True):
+        check(params, output)
+    # The engine is none the worse for it.
+    (output,) = llm.generate([[5]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`use_beam_search` of both routes."""
+
+import pytest
+from server.helpers import MODEL, error_of, post
+
+BEAMS = {"model": MODEL, "use_beam_search": True, "n": 2, "max_tokens": 3, "logprobs": 1}
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_each_beam_is_a_choice_best_first(engine, url, route: str) -> None:
+    chat = route.startswith("chat")
+    body = {**BEAMS, "messages": [{"role": "user", "content": "a"}]} if chat else dict(BEAMS)
+    body |= {"logprobs": True} if chat else {"prompt": "a"}
+    answer = post(url, f"/v1/{route}", body).json()
+    first, second = answer["choices"]
+    text = first["message"]["content"] if chat else first["text"]
+    assert text == "HHH" and (first["index"], second["index"]) == (0, 1)
+    assert first["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 6
+    # Twice as many candidates as beams, of a request for each beam and step.
+    assert {params.logprobs for _, params, _ in engine.seen} == {4}
+    assert len(engine.seen) == 1 + 2 + 2
+
+
+def test_what_beams_cannot_have_is_refused(url) -> None:
+    for wrong, name in (
+        ({"stream": True}, "stream"),
+        ({"echo": True}, "prompt_logprobs"),
+        ({"n": 0}, "beam_width"),
+    ):
+        response = post(url, "/v1/completions", {**BEAMS, "prompt": "a", **wrong})
+        assert error_of(response, 400)["param"] == name

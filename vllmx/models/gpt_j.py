@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/model_executor/models/gpt_j.py @ v0.25.0
+"""GPT-J: attention and MLP side by side, neighbours of a head rotated in pairs."""
+
+from __future__ import annotations
+
+from vllmx.ir.select import OpTable
+from vllmx.layers.rotary_embedding import RotaryEmbedding, get_rope
+from vllmx.models.dense import ParallelDecoderLayer
+from vllmx.models.hf_config import HFConfig
+from vllmx.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
+from vllmx.models.utils import PLAIN_STACKED, WeightsMapper
+
+
+class GPTJAttention(LlamaAttention):
+    """Multi-head attention without biases, rotated in pairs."""
+
+    is_neox_style = False
+
+    def rope_of(
+        self, config: HFConfig, layer: int, max_model_len: int | None, ops: OpTable
+    ) -> RotaryEmbedding | None:
+        """Over the first rotary_dim elements of a head."""
+        rope = {**config.rope_parameters, "rope_dim": config.rotary_dim}
+        return get_rope(config.head_dim, config.max_position_embeddings, rope, ops, False)
+
+
+class GPTJBlock(ParallelDecoderLayer):
+    """Attention and MLP of one norm."""
+
+    attention_cls = GPTJAttention
+
+
+class GPTJModel(LlamaModel):
+    """Embedding, layers, final norm."""
+
+    layer_cls = GPTJBlock
+
+
+class GPTJForCausalLM(LlamaForCausalLM):
+    """GPT-J with its output head, which has a bias."""
+
+    hf_to_vllm_mapper = WeightsMapper(
+        stacked=PLAIN_STACKED,
+        skip=(".attn.bias", ".attn.masked_bias"),
+        renamed={
+            "transformer.wte.": "model.embed_tokens.",
+            "transformer.ln_f.": "model.norm.",
+            "transformer.h.": "model.layers.",
+            ".ln_1.": ".input_layernorm.",
+            ".attn.out_proj.": ".self_attn.o_proj.",
+            ".attn.": ".self_attn.",
+            ".fc_in.": ".up_proj.",
+            ".fc_out.": ".down_proj.",
+        },
+    )
+    model_cls = GPTJModel
+    lm_head_bias = True

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/v1/sample/thinking_budget_state.py @ v0.25.0
+"""An end to reasoning that goes on for longer than its request allows.
+
+What is known of a request is a row of numbers on the device, moved on by each sampled token, so
+that the host need not know the tokens. Upstream forgets a second block of reasoning that follows
+one which ended by itself; here every block has the budget, and none is begun once it was used up.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllmx.config import ReasoningConfig
+from vllmx.sampling_params import SamplingParams
+from vllmx.worker.buffer_utils import to_device
+from vllmx.worker.states import RequestState
+
+THINKING, COUNT, SPENT, FORCED, BUDGET, WINDOW = range(6)
+"""Columns of a row: whether it reasons, for how many tokens so far, whether a block was ended by
+force, which token of the end marker is forced next (-1: none), the budget, the last tokens."""
+CERTAIN = 1e9
+"""Logit of a token that is forced."""
+
+
+class ThinkingBudgetState:
+    """Budgets by row; rows without one cost nothing."""
+
+    def __init__(self, states: RequestState, config: ReasoningConfig | None) -> None:
+        """config: with its markers as token ids; None where there is no reasoning."""
+        self.states = states
+        self.active = np.zeros(states.max_num_reqs, dtype=np.bool_)
+        self.start = np.array((config and config.reasoning_start_token_ids) or (), dtype=np.int64)
+        self.end = np.array((config and config.reasoning_end_token_ids) or (), dtype=np.int64)
+        self.window = max(len(self.start), len(self.end))
+        self.table: Tensor | None = None
+
+    def add_request(self, row: int, params: SamplingParams) -> None:
+        """Take over a request's budget and look through the tokens it already has."""
+        self.active[row] = params.thinking_token_budget is not None
+        if not self.active[row]:
+            return
+        assert len(self.start) and len(self.end), "a budget is refused where there are no markers"
+        states = self.states
+        if self.table is None:
+            shape = (states.max_num_reqs, WINDOW + self.window)
+            self.table = torch.zeros(shape, dtype=torch.int64, device=states.device)
+            self.start_t = to_device(self.start, states.device)
+            self.end_t = to_device(self.end, states.device)
+        prompt_len, total_len = int(states.prompt_len[row]), int(states.total_len[row])
+        tokens = states.all_token_ids.np[row, :total_len].astype(np.int64)
+        budget = params.thinking_token_budget
+        assert budget is not None
+        state = torch.from_numpy(self._after_prompt(tokens[:prompt_len], budget))
+        for token in torch.from_numpy(tokens[prompt_len:]):
+            state = _advance(
+                state, token.view(1), torch.from_numpy(self.start), torch.from_numpy(self.end)
+            )
+        self.table[row] = state[0].to(states.device)
+
+    def _after_prompt(self, prompt: np.ndarray, budget: int) -> np.ndarray:
+        """The row [1, WINDOW + window] of a request that has generated nothing."""
+        started, ended = _last(prompt, self.start), _last(prompt, self.end)
+        state = np.full((1, WINDOW + self.window), -1, dtype=np.int64)
+        thinking = started > ended
+        count = len(prompt) - started - len(self.start) if thinking else 0
+        forced = 0 if thinking and count >= budget else -1
+        state[0, :WINDOW] = (thinking, count, 0, forced, budget)
+        kept = prompt[-self.window :]
+        state[0, WINDOW + self.window - len(kept) :] = kept
+        return state
+
+    def apply(self, logits: Tensor, rows: np.ndarray) -> None:
+        """Leave, in place, rows whose budget is used up no choice; logits: [n, vocab]."""
+        places = np.flatnonzero(self.active[rows])
+        if not len(places):
+            return
+        assert self.table is not None
+        place = to_device(places, self.states.device)
+        forced = self.table[to_device(rows[places], self.states.device), FORCED]
+        where = (place, self.end_t[forced.clamp(min=0)])
+        logits[where] = torch.where(forced >= 0, CERTAIN, logits[where])
+
+    def record(self, rows: np.ndarray, sampled: Tensor) -> None:
+        """Move the rows on by the tokens just sampled; rows, sampled: [n]."""
+        places = np.flatnonzero(self.active[rows])
+        if not len(places):
+            return
+        assert self.table is not None
+        index = to_device(rows[places], self.states.device)
+        tokens = sampled[to_device(places, self.states.device)]
+        self.table[index] = _advance(self.table[index], tokens, self.start_t, self.end_t)
+
+
+def _advance(state: Tensor, tokens: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """The rows [n, WINDOW + w] after one more token each; tokens: int64 [n]."""
+    window = torch.cat((state[:, WINDOW + 1 :], tokens.unsqueeze(1)), dim=1)
+    ended = (window[:, -len(end) :] == end).all(dim=1)
+    started = (window[:, -len(start) :] == start).all(dim=1)
+    was_thinking, forced = state[:, THINKING] != 0, state[:, FORCED]
+    thinking = torch.where(was_thinking, ~ended, started & ~ended)
+    count = torch.where(was_thinking, state[:, COUNT] + 1, 0)
+    following = torch.where(forced >= 0, forced + 1, -1)
+    done = following == len(end)
+    spent = (state[:, SPENT] != 0) | done
+    used_up = thinking & ((count >= state[:, BUDGET]) | spent)
+    following = torch.where(done | (following < 0), torch.where(used_up, 0, -1), following)
+    numbers = (thinking.long(), count, spent.long(), following, state[:, BUDGET])
+    return torch.cat((torch.stack(numbers, dim=1), window), dim=1)
+
+
+def _last(tokens: np.ndarray, marker: np.ndarray) -> int:
+    """Where `marker` begins in `tokens` for the last time, -1 if it does not."""
+    if len(tokens) < len(marker):
+        return -1
+    found = (np.lib.stride_tricks.sliding_window_view(tokens, len(marker)) == marker).all(axis=1)
+    places = np.flatnonzero(found)
+    return int(places[-1]) if len(places) else -1

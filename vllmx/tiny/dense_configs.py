@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models of dense families: what config.json of each says beside the common sizes.
+
+A value of None takes a key of the common sizes away, where the family has another name for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+SILU = {"hidden_act": "silu", "tie_word_embeddings": False, "rope_parameters": ROPE}
+GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "rope_parameters": ROPE,
+}
+ALL_HEADS = {"num_key_value_heads": 4}
+
+
+def _family(architecture: str, model_type: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    family: dict[str, Any] = {"architectures": [architecture], "model_type": model_type}
+    for part in parts:
+        family |= part
+    return family
+
+
+GPT = {  # other names of the common sizes
+    "hidden_size": None,
+    "num_hidden_layers": None,
+    "num_attention_heads": None,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "intermediate_size": None,
+    "max_position_embeddings": None,
+    "n_embd": 128,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 1024,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+}
+LAYER_NORM = {"rms_norm_eps": None, "layer_norm_eps": 1e-5}
+PARTIAL = {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
+WINDOWS = {
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}
+NO_HEAD_DIM = {"head_dim": None}
+BOTH_ROPES = {
+    "rope_parameters": {**ROPE, "sliding_attention": ROPE, "full_attention": ROPE},
+}
+"""What transformers reads for each kind of layer, and upstream for all."""
+
+DENSE_FAMILIES: dict[str, dict[str, Any]] = {
+    "tiny-apertus": _family("ApertusForCausalLM", "apertus", SILU, {"hidden_act": "xielu"}),
+    "tiny-arcee": _family("ArceeForCausalLM", "arcee", SILU, {"hidden_act": "relu2"}),
+    "tiny-cohere": _family(
+        "CohereForCausalLM",
+        "cohere",
+        SILU,
+        LAYER_NORM,
+        NO_HEAD_DIM,
+        {"tie_word_embeddings": True, "use_qk_norm": True, "logit_scale": 0.5, "pad_token_id": 0},
+    ),
+    "tiny-cohere2": _family(
+        "Cohere2ForCausalLM",
+        "cohere2",
+        SILU,
+        LAYER_NORM,
+        WINDOWS,
+        {"tie_word_embeddings": True, "logit_scale": 0.5, "pad_token_id": 0},
+    ),
+    "tiny-cwm": _family(
+        "CwmForCausalLM",
+        "cwm",
+        SILU,
+        WINDOWS,
+        {
+            "rope_parameters": ROPE
+            | {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "tiny-ernie4_5": _family("Ernie4_5ForCausalLM", "ernie4_5", SILU, {"use_bias": False}),
+    "tiny-exaone4": _family("Exaone4ForCausalLM", "exaone4", SILU, WINDOWS),
+    "tiny-falcon": _family(
+        "FalconForCausalLM",
+        "falcon",
+        NO_HEAD_DIM,
+        {
+            "rms_norm_eps": None,
+            "intermediate_size": None,
+            "num_key_value_heads": None,
+            "num_kv_heads": 2,
+            "ffn_hidden_size": 512,
+            "layer_norm_epsilon": 1e-5,
+            "activation": "gelu",
+            "alibi": False,
+            "bias": False,
+            "multi_query": True,
+            "new_decoder_architecture": True,
+            "parallel_attn": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": ROPE,
+        },
+    ),
+    "tiny-glm": _family(
+        "GlmForCausalLM", "glm", SILU, PARTIAL, {"attention_bias": True, "pad_token_id": 0}
+    ),
+    "tiny-glm4": _family(
+        "Glm4ForCausalLM", "glm4", SILU, PARTIAL, {"attention_bias": True, "pad_token_id": 0}
+    ),
+    "tiny-gpt2": _family(
+        "GPT2LMHeadModel", "gpt2", GPT, LAYER_NORM, {"n_inner": 192, "tie_word_embeddings": True}
+    ),
+    "tiny-gpt_neox": _family(
+        "GPTNeoXForCausalLM",
+        "gpt_neox",
+        LAYER_NORM,
+        NO_HEAD_DIM,
+        {
+            "num_key_value_heads": None,
+            "hidden_act": "gelu",
+            "use_parallel_residual": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
+        },
+    ),
+    "tiny-gptj": _family(
+        "GPTJForCausalLM",
+        "gptj",
+        GPT,
+        LAYER_NORM,
+        {"rotary_dim": 16, "n_inner": 192, "tie_word_embeddings": False},
+    ),
+    "tiny-granite": _family(
+        "GraniteForCausalLM",
+        "granite",
+        SILU,
+        NO_HEAD_DIM,
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "tiny-hunyuan_v1_dense": _family(
+        "HunYuanDenseV1ForCausalLM",
+        "hunyuan_v1_dense",
+        SILU,
+        {
+            "use_qk_norm": True,
+            "attention_bias": False,
+            "rope_parameters": ROPE | {"rope_type": "dynamic", "alpha": 8.0, "factor": 1.0},
+        },
+    ),
+    "tiny-jais2": _family(
+        "Jais2ForCausalLM",
+        "jais2",
+        SILU,
+        LAYER_NORM,
+        {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
+    ),
+    "tiny-nemotron": _family(
+        "NemotronForCausalLM",
+        "nemotron",
+        SILU,
+        PARTIAL,
+        {"rms_norm_eps": None, "norm_eps": 1e-5, "hidden_act": "relu2"},
+    ),
+    "tiny-olmo": _family(
+        "OlmoForCausalLM",
+        "olmo",
+        SILU,
+        ALL_HEADS,
+        NO_HEAD_DIM,
+        {"clip_qkv": 2.5, "pad_token_id": 0},
+    ),
+    "tiny-olmo2": _family("Olmo2ForCausalLM", "olmo2", SILU, NO_HEAD_DIM, {"pad_token_id": 0}),
+    "tiny-olmo3": _family(
+        "Olmo3ForCausalLM", "olmo3", SILU, NO_HEAD_DIM, WINDOWS, BOTH_ROPES, {"pad_token_id": 0}
+    ),
+    "tiny-opt": _family(
+        "OPTForCausalLM",
+        "opt",
+        NO_HEAD_DIM,
+        {
+            "rms_norm_eps": None,
+            "num_key_value_heads": None,
+            "intermediate_size": None,
+            "ffn_dim": 192,
+            "word_embed_proj_dim": 128,
+            "activation_function": "relu",
+            "do_layer_norm_before": True,
+            "tie_word_embeddings": True,
+            "pad_token_id": 0,
+        },
+    ),
+    "tiny-persimmon": _family(
+        "PersimmonForCausalLM",
+        "persimmon",
+        SILU,
+        PARTIAL,
+        LAYER_NORM,
+        NO_HEAD_DIM,
+        {"num_key_value_heads": None, "hidden_act": "relu2", "qk_layernorm": True},
+    ),
+    "tiny-seed_oss": _family(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        SILU,
+        {"attention_bias": True, "attention_out_bias": False},
+    ),
+    "tiny-stablelm": _family(
+        "StableLmForCausalLM",
+        "stablelm",
+        SILU,
+        LAYER_NORM,
+        {
+            "use_qkv_bias": True,
+            "use_parallel_residual": False,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
+        },
+    ),
+    "tiny-gemma": _family("GemmaForCausalLM", "gemma", GEMMA, {"num_key_value_heads": 1}),
+    "tiny-gemma2": _family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        GEMMA,
+        {
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 8.0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+    "tiny-mistral": _family("MistralForCausalLM", "mistral", SILU, {"sliding_window": 24}),
+    "tiny-phi": _family(
+        "PhiForCausalLM",
+        "phi",
+        SILU,
+        ALL_HEADS,
+        {
+            "hidden_act": "gelu_new",
+            "layer_norm_eps": 1e-5,
+            "intermediate_size": 512,
+            "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+        },
+    ),
+    "tiny-phi3": _family(
+        "Phi3ForCausalLM",
+        "phi3",
+        SILU,
+        {
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 1024,
+            "sliding_window": None,
+            "pad_token_id": 0,
+            "rope_parameters": ROPE
+            | {
+                "rope_type": "longrope",
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.05 * i for i in range(12)],
+                "long_factor": [1.0 + 0.5 * i for i in range(12)],
+                "original_max_position_embeddings": 1024,
+            },
+        },
+    ),
+    "tiny-qwen2": _family("Qwen2ForCausalLM", "qwen2", SILU, {"tie_word_embeddings": True}),
+}

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of dense families, by model_type: names, and shapes in letters.
+
+V vocabulary, H hidden size, I inner size, D size of a head, N heads, M key/value heads, Q and K all
+elements of queries and of keys, P positions; a number before a letter multiplies it, `A+B` adds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllmx.models.hf_config import HFConfig
+
+Named = dict[str, str]
+"""Name of a tensor -> its shape in letters."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a family keeps its tensors; `layer` is what each layer has below `layers`.I."""
+
+    layer: Named
+    layers: str = "model.layers"
+    outer: Named = field(
+        default_factory=lambda: {"model.embed_tokens.weight": "V H", "model.norm.weight": "H"}
+    )
+    head: Named = field(default_factory=lambda: {"lm_head.weight": "V H"})
+
+
+def named(shape: str, *names: str) -> Named:
+    """Weights of one shape."""
+    return {f"{name}.weight": shape for name in names}
+
+
+def biases(*groups: Named) -> Named:
+    """A bias for each weight of the groups."""
+    return {
+        name.removesuffix("weight") + "bias": shape.split()[0]
+        for group in groups
+        for name, shape in group.items()
+    }
+
+
+def with_biases(*groups: Named) -> Named:
+    """The groups and their biases."""
+    return {name: shape for group in groups for name, shape in group.items()} | biases(*groups)
+
+
+QKV = named("Q H", "self_attn.q_proj") | named("K H", "self_attn.k_proj", "self_attn.v_proj")
+OUT = named("H Q", "self_attn.o_proj")
+GATED = named("I H", "mlp.gate_proj", "mlp.up_proj") | named("H I", "mlp.down_proj")
+PLAIN = named("I H", "mlp.up_proj") | named("H I", "mlp.down_proj")
+NORMS = named("H", "input_layernorm", "post_attention_layernorm")
+SANDWICH = NORMS | named("H", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+LLAMA = QKV | OUT | GATED | NORMS
+
+TRANSFORMER = "transformer.h"
+FUSED_GATED = named("2I H", "mlp.gate_up_proj") | named("H I", "mlp.down_proj")
+HEAD_NORMS = named("D", "self_attn.q_norm", "self_attn.k_norm")
+NEOX_MLP = named("I H", "mlp.dense_h_to_4h") | named("H I", "mlp.dense_4h_to_h")
+POST_NORMS = named("H", "post_attention_layernorm", "post_feedforward_layernorm")
+EMBED = named("V H", "model.embed_tokens")
+ENDS = EMBED | with_biases(named("H", "model.norm"))
+"""Embedding and a final norm with bias."""
+
+LAYOUTS: dict[str, Layout] = {
+    "apertus": Layout(
+        QKV
+        | OUT
+        | PLAIN
+        | HEAD_NORMS
+        | named("H", "attention_layernorm", "feedforward_layernorm")
+        | {f"mlp.act_fn.{name}": "1" for name in ("alpha_p", "alpha_n")}
+        | {f"mlp.act_fn.{name}": "" for name in ("beta", "eps")}
+    ),
+    "arcee": Layout(QKV | OUT | PLAIN | NORMS),
+    "cohere": Layout(
+        QKV
+        | OUT
+        | GATED
+        | named("H", "input_layernorm")
+        | named("N D", "self_attn.q_norm")
+        | named("M D", "self_attn.k_norm")
+    ),
+    "cohere2": Layout(QKV | OUT | GATED | named("H", "input_layernorm")),
+    "cwm": Layout(LLAMA),
+    "ernie4_5": Layout(LLAMA),
+    "exaone4": Layout(QKV | OUT | GATED | HEAD_NORMS | POST_NORMS),
+    "falcon": Layout(
+        named("Q+2K H", "self_attention.query_key_value")
+        | named("H Q", "self_attention.dense")
+        | NEOX_MLP
+        | with_biases(named("H", "ln_attn", "ln_mlp")),
+        layers=TRANSFORMER,
+        outer=named("V H", "transformer.word_embeddings")
+        | with_biases(named("H", "transformer.ln_f")),
+    ),
+    "glm": Layout(QKV | biases(QKV) | OUT | FUSED_GATED | NORMS),
+    "glm4": Layout(
+        QKV
+        | biases(QKV)
+        | OUT
+        | FUSED_GATED
+        | NORMS
+        | named("H", "post_self_attn_layernorm", "post_mlp_layernorm")
+    ),
+    "gpt2": Layout(
+        with_biases(named("H", "ln_1", "ln_2"))
+        | named("H 3H", "attn.c_attn")
+        | named("H H", "attn.c_proj")
+        | named("H I", "mlp.c_fc")
+        | named("I H", "mlp.c_proj")
+        | {"attn.c_attn.bias": "3H", "attn.c_proj.bias": "H"}
+        | {"mlp.c_fc.bias": "I", "mlp.c_proj.bias": "H"},
+        layers=TRANSFORMER,
+        outer=named("V H", "transformer.wte")
+        | named("P H", "transformer.wpe")
+        | with_biases(named("H", "transformer.ln_f")),
+    ),
+    "gpt_neox": Layout(
+        with_biases(
+            NORMS,
+            named("3H H", "attention.query_key_value"),
+            named("H H", "attention.dense"),
+            NEOX_MLP,
+        ),
+        layers="gpt_neox.layers",
+        outer=named("V H", "gpt_neox.embed_in")
+        | with_biases(named("H", "gpt_neox.final_layer_norm")),
+        head=named("V H", "embed_out"),
+    ),
+    "gptj": Layout(
+        named("H H", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.out_proj")
+        | with_biases(named("H", "ln_1"), named("I H", "mlp.fc_in"), named("H I", "mlp.fc_out")),
+        layers=TRANSFORMER,
+        outer=named("V H", "transformer.wte") | with_biases(named("H", "transformer.ln_f")),
+        head=with_biases(named("V H", "lm_head")),
+    ),
+    "granite": Layout(LLAMA),
+    "hunyuan_v1_dense": Layout(
+        LLAMA | named("D", "self_attn.query_layernorm", "self_attn.key_layernorm")
+    ),
+    "jais2": Layout(with_biases(QKV, OUT, PLAIN, NORMS), outer=ENDS),
+    "nemotron": Layout(QKV | OUT | PLAIN | with_biases(NORMS), outer=ENDS),
+    "olmo": Layout(QKV | OUT | GATED, outer=EMBED),
+    "olmo2": Layout(
+        QKV
+        | OUT
+        | GATED
+        | POST_NORMS
+        | named("Q", "self_attn.q_norm")
+        | named("K", "self_attn.k_norm")
+    ),
+    "opt": Layout(
+        with_biases(
+            QKV,
+            named("H H", "self_attn.out_proj"),
+            named("I H", "fc1"),
+            named("H I", "fc2"),
+            named("H", "self_attn_layer_norm", "final_layer_norm"),
+        ),
+        layers="model.decoder.layers",
+        outer=named("V H", "model.decoder.embed_tokens")
+        | named("P+2 H", "model.decoder.embed_positions")
+        | with_biases(named("H", "model.decoder.final_layer_norm")),
+    ),
+    "persimmon": Layout(
+        with_biases(
+            named("3H H", "self_attn.query_key_value"),
+            named("H H", "self_attn.dense"),
+            named("D", "self_attn.q_layernorm", "self_attn.k_layernorm"),
+            NEOX_MLP,
+            NORMS,
+        ),
+        outer=EMBED | with_biases(named("H", "model.final_layernorm")),
+    ),
+    "seed_oss": Layout(LLAMA | biases(QKV)),
+    "stablelm": Layout(QKV | biases(QKV) | OUT | GATED | with_biases(NORMS), outer=ENDS),
+    "gemma": Layout(LLAMA),
+    "gemma2": Layout(QKV | OUT | GATED | SANDWICH),
+    "mistral": Layout(LLAMA),
+    "phi": Layout(
+        with_biases(
+            QKV,
+            named("H Q", "self_attn.dense"),
+            named("I H", "mlp.fc1"),
+            named("H I", "mlp.fc2"),
+            named("H", "input_layernorm"),
+        ),
+        outer=named("V H", "model.embed_tokens") | with_biases(named("H", "model.final_layernorm")),
+        head=with_biases(named("V H", "lm_head")),
+    ),
+    "phi3": Layout(
+        named("Q+2K H", "self_attn.qkv_proj")
+        | OUT
+        | named("2I H", "mlp.gate_up_proj")
+        | named("H I", "mlp.down_proj")
+        | NORMS
+    ),
+    "qwen2": Layout(LLAMA | biases(QKV)),
+}
+
+
+def dense_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a dense checkpoint with this config."""
+    read = HFConfig(config)
+    heads, kv_heads, head = read.num_attention_heads, read.num_key_value_heads, read.head_dim
+    sizes = {
+        "V": read.vocab_size,
+        "H": read.hidden_size,
+        "I": read.read("intermediate_size", int, 4 * read.hidden_size),
+        "D": head,
+        "N": heads,
+        "M": kv_heads,
+        "Q": heads * head,
+        "K": kv_heads * head,
+        "P": read.max_position_embeddings,
+    }
+    layout = LAYOUTS[read.model_type]
+
+    def size(text: str) -> int:
+        parts = [re.fullmatch(r"(\d*)([A-Z]?)", part) for part in text.split("+")]
+        return sum(
+            math.prod([int(part[1] or 1), sizes[part[2]] if part[2] else 1])
+            for part in parts
+            if part
+        )
+
+    found = dict(layout.outer)
+    for i in range(read.num_hidden_layers):
+        found |= {f"{layout.layers}.{i}.{name}": shape for name, shape in layout.layer.items()}
+    if not read.tie_word_embeddings:
+        found |= layout.head
+    return {name: tuple(map(size, shape.split())) for name, shape in found.items()}
+
+
+LAYOUTS["olmo3"] = LAYOUTS["olmo2"]
