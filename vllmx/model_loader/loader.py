@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,13 +59,18 @@ def load_dummy_weights(model: Any, vllm_config: VllmConfig) -> None:
                     source = source.replace(ours, sources[(ours, shard)])
                 yield source, dummy_weight(source, shape, vllm_config.model_config.seed)
 
-    model.load_weights(weights())
+    # These are called as our layers are: a name of ours may be another layer's in a checkpoint.
+    model.hf_to_vllm_mapper = replace(mapper, renamed={})
+    try:
+        model.load_weights(weights())
+    finally:
+        del model.hf_to_vllm_mapper
 
 
 def dummy_weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """A random float32 tensor of `shape`, the same for the same name and seed."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (seed << 32))
     values = torch.randn(shape, generator=generator)
-    if len(shape) == 1:
+    if len(shape) <= 1:
         return values * 0.02 + (0.0 if name.endswith(".bias") else 1.0)
     return values * shape[-1] ** -0.5
