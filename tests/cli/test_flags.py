@@ -28,7 +28,7 @@ def test_no_bare_flag_means_two_things() -> None:
     leaf_names = [key.split(".")[-1] for key in leaf_keys()]
     repeated = {name for name in leaf_names if leaf_names.count(name) > 1}
     for name in repeated & set(flags()):  # seed: the engine's, as upstream's EngineArgs has it
-        assert flags()[name].field.key in ("model.seed", "model.model")
+        assert flags()[name].field.key in ("model.seed", "model.model", "parity.output_dir")
     assert flags()["sampling_seed"].field.key == "sampling.seed"
 
 
