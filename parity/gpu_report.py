@@ -31,6 +31,8 @@ WANTED = {
 }
 """(model, row) -> the ratio that is wanted."""
 COLUMNS = ("model", "row", "ours", "upstream", "ratio", "floor_fraction", "repeats", "commit")
+RUNS = "runs"
+"""The ratios of every run of a row, in their order: machines differ, and hosts more than GPUs."""
 
 
 def rows(folder: Path = FOLDER) -> list[dict[str, Any]]:
@@ -39,8 +41,11 @@ def rows(folder: Path = FOLDER) -> list[dict[str, Any]]:
     for path in sorted((folder / "raw").glob("qwen3-*.json")):
         run = json.loads(path.read_text())
         for row in run["rows"]:
+            key = run["model"], row["row"]
             told = {"model": run["model"], "commit": run["commit"], **row}
-            found[run["model"], row["row"]] = {name: told[name] for name in COLUMNS}
+            earlier = found[key][RUNS] if key in found else []
+            found[key] = {name: told[name] for name in COLUMNS}
+            found[key][RUNS] = [*earlier, round(row["ratio"], 3)]
     return [found[key] for key in WANTED if key in found]
 
 
@@ -48,8 +53,8 @@ def as_markdown(table: list[dict[str, Any]]) -> str:
     """The table with what is wanted beside it."""
     lines = [
         "| model | batch x in + out | vllmx tok/s | upstream tok/s | ratio | wanted | of the floor "
-        "| repeats | commit |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| repeats | commit | every run |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in table:
         wanted = WANTED[row["model"], row["row"]]
@@ -57,7 +62,7 @@ def as_markdown(table: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {row['model']} | {row['row']} | {row['ours']:,.0f} | {row['upstream']:,.0f} "
             f"| {row['ratio']:.2f} | {wanted:.2f}, {met} | {row['floor_fraction']:.0%} "
-            f"| {row['repeats']} | {row['commit']} |"
+            f"| {row['repeats']} | {row['commit']} | {', '.join(f'{r:.2f}' for r in row[RUNS])} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -88,15 +93,43 @@ def as_svg(table: list[dict[str, Any]]) -> str:
     )
 
 
+def serve_table(folder: Path = FOLDER) -> str:
+    """Ours / upstream of each concurrency that both servers were loaded with."""
+    lines = [
+        "| model | concurrency | output tok/s | ratio | p99 TTFT ms | p99 TPOT ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    for path in sorted((folder / "raw").glob("serve-*.json")):
+        run = json.loads(path.read_text())
+        for row in run["rows"]:
+            both = row["ours"], row["upstream"]
+            rate, first, each = (
+                [side[name] for side in both]
+                for name in ("output_throughput", "p99_ttft_ms", "p99_tpot_ms")
+            )
+            lines.append(
+                f"| {run['model']} | {row['concurrency']} | {rate[0]:,.0f} / {rate[1]:,.0f} "
+                f"| {rate[0] / rate[1]:.2f} | {first[0]:,.1f} / {first[1]:,.1f} "
+                f"| {each[0]:.2f} / {each[1]:.2f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def between(text: str, first: str, last: str, made: str) -> str:
+    """`text` with `made` between two marks."""
+    start, end = text.index(first), text.index(last)
+    return f"{text[:start]}{first}\n{made}{text[end:]}"
+
+
 def main() -> None:
     """Write the three files."""
     table = rows()
     (FOLDER / "side_by_side.json").write_text(json.dumps(table, indent=1) + "\n")
     (FOLDER / "side_by_side.svg").write_text(as_svg(table))
     text = (FOLDER / "side_by_side.md").read_text()
-    start, end = text.index("<!-- table -->"), text.index("<!-- end -->")
-    made = f"{text[:start]}<!-- table -->\n{as_markdown(table)}{text[end:]}"
-    (FOLDER / "side_by_side.md").write_text(made)
+    text = between(text, "<!-- table -->", "<!-- end -->", as_markdown(table))
+    text = between(text, "<!-- serve -->", "<!-- end of serve -->", serve_table())
+    (FOLDER / "side_by_side.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import copy
 import logging
 import math
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Dict, List, Optional  # noqa: UP035
@@ -585,6 +585,9 @@ class ReasoningConfig:
     """Text that ends it, as `</think>`."""
 
     # The markers as tokens; set by `initialize_token_ids`.
+    if TYPE_CHECKING:
+        reasoning_start_token_ids: list[int] | None = field(init=False)
+        reasoning_end_token_ids: list[int] | None = field(init=False)
     reasoning_start_token_ids = None
     reasoning_end_token_ids = None
 
@@ -593,16 +596,15 @@ class ReasoningConfig:
         """Whether the markers are known as tokens."""
         return bool(self.reasoning_start_token_ids and self.reasoning_end_token_ids)
 
-    def initialize_token_ids(self, encode: Callable[[str], list[int]]) -> None:
-        """Make tokens of the texts; UserError for one that has none."""
-        for name in ("start", "end"):
-            token_ids = encode(getattr(self, f"reasoning_{name}_str"))
+    def initialize_token_ids(self, start: list[int], end: list[int]) -> None:
+        """Take the texts as tokens; UserError for one that has none."""
+        for name, token_ids in (("start", start), ("end", end)):
             if not token_ids:
                 raise UserError(
                     f"reasoning_{name}_str={getattr(self, f'reasoning_{name}_str')!r}: the model's "
                     "tokenizer makes no token of it; give the text that the model writes."
                 )
-            setattr(self, f"reasoning_{name}_token_ids", token_ids)
+        self.reasoning_start_token_ids, self.reasoning_end_token_ids = start, end
 
 
 @dataclass
@@ -1085,7 +1087,6 @@ def _speculative(config: SpeculativeConfig) -> SpeculativeConfig | None:
 
 # Settings whose part of the engine is not built, with the values that need none of it.
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "model.use_fp64_gumbel": (False,),
     "scheduler.prefill_schedule_interval": (1,),
     "cache.mamba_block_size": (None,),
     "compilation.cudagraph_mode": (None, "NONE", "FULL_DECODE_ONLY", "FULL"),

@@ -156,6 +156,19 @@ def multi_gpu_test(*, num_gpus: int) -> Callable[[Any], Any]:
     return pytest.mark.skip(f"needs {num_gpus} GPUs")
 
 
+def maybe_create_thinking_budget_state_holder(*arguments: Any) -> None:
+    """None: budgets of reasoning are rows of the sampler's, beside what a call is told."""
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Nothing: an engine of vllmx leaves no process group behind."""
+
+
+def large_gpu_mark(min_gb: int) -> Any:
+    """The mark of a test that needs a GPU of that size."""
+    return pytest.mark.skip(f"needs a GPU of {min_gb} GB")
+
+
 def is_pin_memory_available() -> bool:
     """A CPU's memory is not pinned."""
     return False
@@ -196,3 +209,6 @@ def prepare() -> None:
     # A method there, a function here.
     SamplingParams._validate_structured_outputs = validate_structured_outputs  # type: ignore[attr-defined]
     transformers.AutoTokenizer = engines.AutoTokenizer
+    if not torch.accelerator.is_available():
+        # Tests tidy a GPU up, which torch refuses where there is none.
+        torch.accelerator.empty_cache = lambda: None

@@ -194,6 +194,15 @@ class LogitBiasLogitsProcessor(_StateProcessor):
 class MinTokensLogitsProcessor(LogitBiasLogitsProcessor):
     """No end before min_tokens."""
 
+    @property
+    def min_toks(self) -> dict[int, tuple[int, list[int], set[int]]]:
+        """Minimum, output and end tokens by place, of requests that have not reached it."""
+        return {
+            place: (params.min_tokens, output, params.all_stop_token_ids)
+            for place, (params, output) in self.requests.items()
+            if len(output) < params.min_tokens
+        }
+
     def _params(self, params: SamplingParams) -> SamplingParams:
         kept = SamplingParams(min_tokens=params.min_tokens, max_tokens=None)
         kept._all_stop_token_ids = params.all_stop_token_ids

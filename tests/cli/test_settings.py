@@ -34,7 +34,6 @@ BROUGHT = {
     "speculative.prompt_lookup_min",
 }
 OTHER = {
-    "model.use_fp64_gumbel": True,
     "scheduler.prefill_schedule_interval": 2,
     "cache.mamba_block_size": 16,
     "compilation.cudagraph_mode": "PIECEWISE",

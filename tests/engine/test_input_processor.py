@@ -272,7 +272,7 @@ def test_cache_salt_is_passed_on():
 
 
 def test_what_is_not_built_is_refused_by_name():
-    with pytest.raises(VLLMValidationError, match="reasoning is not built yet"):
+    with pytest.raises(VLLMValidationError, match="reasoning_config is not configured"):
         process("a", SamplingParams(thinking_token_budget=5))
     with pytest.raises(VLLMValidationError, match="LoRA is not enabled"):
         process("a", lora_request=object())

@@ -220,7 +220,7 @@ def test_reasoning_has_its_budget_also_when_it_is_preempted(llama, async_schedul
     config = finalize(run_config)
     start, end = [50, 51], [60, 61]
     config.reasoning_config = ReasoningConfig("<think>", "</think>")
-    config.reasoning_config.initialize_token_ids({"<think>": start, "</think>": end}.__getitem__)
+    config.reasoning_config.initialize_token_ids(start, end)
     with LLM(config=config) as llm:
         params = [
             SamplingParams(

@@ -224,7 +224,6 @@ def test_free_places_are_given_from_the_lowest_and_none_is_added_after_the_first
 def test_swaps_and_moves_of_states() -> None:
     entries = {0: "a", 1: "b", 2: "c"}
     builder = BatchUpdateBuilder(
-        removed=[2],
         moved=[(0, 1, MoveDirectionality.SWAP), (1, 2, MoveDirectionality.UNIDIRECTIONAL)],
     )
     assert process_dict_updates(entries, builder.get_and_reset(3), lambda *_: None)

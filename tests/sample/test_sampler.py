@@ -242,7 +242,8 @@ def test_lists_of_a_batch_are_packed_anew_when_one_of_its_rows_is_given_away() -
     batch = Batch(*[greedy(logit_bias={i: 50.0}, logprob_token_ids=[i]) for i in (4, 5)])
     logits = torch.zeros(2, VOCAB)
     assert batch(logits).sampled_token_ids.tolist() == [4, 5]
-    batch.sampler.add_request(batch.rows[0], 3, greedy(allowed_token_ids=[9], logprobs=1))
+    batch.sampler.add_request(batch.rows[0], 3, greedy(logprobs=1))
+    logits[0, 9] = 1.0
     out = batch(logits)
     assert out.sampled_token_ids.tolist() == [9, 5]
     assert out.logprobs.logprob_token_ids[1].tolist() == [5, 5]

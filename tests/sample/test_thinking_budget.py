@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reasoning is ended when its budget is used up, and only then."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
-from vllmx.config import ReasoningConfig
+from vllmx.config import ReasoningConfig, StructuredOutputsConfig, VllmConfig
+from vllmx.engine.front import set_reasoning_markers
 from vllmx.exceptions import UserError
 from vllmx.sample.sampler import Sampler
 from vllmx.sampling_params import SamplingParams
@@ -18,7 +21,7 @@ VOCAB = 32
 def make(prompt: list[int], budget: int | None, output: list[int] = [], start=START, end=END):  # noqa: B006
     states = RequestState(4, 64, VOCAB, "cpu")
     config = ReasoningConfig(reasoning_start_str="s", reasoning_end_str="e")
-    config.initialize_token_ids({"s": start, "e": end}.__getitem__)
+    config.initialize_token_ids(start, end)
     sampler = Sampler(states, "raw_logprobs", 0, reasoning_config=config)
     row = states.add_request("r", len(prompt), prompt + output, 0)
     sampler.add_request(
@@ -102,4 +105,23 @@ def test_rows_keep_apart_whatever_their_order() -> None:
 
 def test_a_marker_without_tokens_is_refused_by_name() -> None:
     with pytest.raises(UserError, match="reasoning_end_str='e'"):
-        ReasoningConfig("s", "e").initialize_token_ids({"s": [1], "e": []}.__getitem__)
+        ReasoningConfig("s", "e").initialize_token_ids([1], [])
+
+
+def test_markers_come_from_the_config_or_else_from_the_reasoning_parser() -> None:
+    class Letters:
+        backend = SimpleNamespace(get_vocab=lambda: {"<think>": 1, "</think>": 2})
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return [len(text)]
+
+    config = VllmConfig(structured_outputs_config=StructuredOutputsConfig())
+    set_reasoning_markers(config, Letters())
+    assert config.reasoning_config is None
+    config.structured_outputs_config.reasoning_parser = "qwen3"
+    set_reasoning_markers(config, Letters())
+    assert config.reasoning_config.reasoning_start_str == "<think>"
+    assert config.reasoning_config.reasoning_end_token_ids == [8]
+    config.reasoning_config = ReasoningConfig("[", "]]")
+    set_reasoning_markers(config, Letters())
+    assert config.reasoning_config.reasoning_end_token_ids == [2]

@@ -335,3 +335,16 @@ def test_budgets_and_the_end_of_repetitions_reach_the_engine(
         assert (
             next(iter(wrong)) in error_of(post(url, PATH, {"prompt": "a", **wrong}), 400)["param"]
         )
+
+
+def test_fields_that_nobody_knows_are_looked_for_without_walking_through_a_prompt() -> None:
+    """A prompt is thousands of token ids, and this happens for each request."""
+    from vllmx.entrypoints.openai.protocol_completion import CompletionRequest
+
+    class Unwalked(list):
+        def __iter__(self):
+            raise AssertionError("walked through")
+
+    body = CompletionRequest(prompt=[5, 6], stream_options={"odd": 1}, stream=True, other=2)
+    body.prompt = Unwalked([5, 6])
+    assert list(body.unknown_fields()) == ["other", "stream_options.odd"]

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from copy import copy
 from typing import TYPE_CHECKING
 
+from vllmx.config import ReasoningConfig
 from vllmx.engine import EngineCoreRequest
 from vllmx.engine.input_processor import InputProcessor
 from vllmx.engine.output_processor import OutputProcessor
 from vllmx.engine.parallel_sampling import ParentRequest
 from vllmx.model_loader.resolve import resolve_model
 from vllmx.model_loader.tokenizer import Tokenizer, get_tokenizer
+from vllmx.reasoning import get_reasoning_parser_cls
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
@@ -29,10 +31,8 @@ class EngineFront:
         self.model_config = vllm_config.model_config
         self.log_stats = log_stats
         tokenizer = load_tokenizer(vllm_config)
-        if vllm_config.reasoning_config is not None and tokenizer is not None:
-            vllm_config.reasoning_config.initialize_token_ids(
-                lambda text: tokenizer.encode(text, add_special_tokens=False)
-            )
+        if tokenizer is not None:
+            set_reasoning_markers(vllm_config, tokenizer)
         self.input_processor = InputProcessor(vllm_config, tokenizer)
         self.output_processor = OutputProcessor(
             tokenizer,
@@ -44,6 +44,21 @@ class EngineFront:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None with skip_tokenizer_init."""
         return self.input_processor.tokenizer
+
+
+def set_reasoning_markers(vllm_config: VllmConfig, tokenizer: Tokenizer) -> None:
+    """Make the markers of reasoning tokens: those of the config, else the reasoning parser's."""
+    reasoning, structured = vllm_config.reasoning_config, vllm_config.structured_outputs_config
+    if reasoning is None and structured is not None and structured.reasoning_parser:
+        parser = get_reasoning_parser_cls(structured)(tokenizer)
+        if parser.reasoning_start_str and parser.reasoning_end_str:
+            reasoning = ReasoningConfig(parser.reasoning_start_str, parser.reasoning_end_str)
+            vllm_config.reasoning_config = reasoning
+    if reasoning is not None:
+        reasoning.initialize_token_ids(
+            tokenizer.encode(reasoning.reasoning_start_str, add_special_tokens=False),
+            tokenizer.encode(reasoning.reasoning_end_str, add_special_tokens=False),
+        )
 
 
 def find_model(vllm_config: VllmConfig) -> None:

@@ -179,7 +179,8 @@ class InputProcessor:
         if params.thinking_token_budget is not None and not (reasoning and reasoning.enabled):
             raise VLLMValidationError(
                 "thinking_token_budget is set but reasoning_config is not configured. "
-                "Please set --reasoning-config to use thinking_token_budget.",
+                "Please set --reasoning-parser and/or --reasoning-config to use "
+                "thinking_token_budget.",
                 parameter="thinking_token_budget",
                 value=params.thinking_token_budget,
             )

@@ -105,7 +105,8 @@ if SUPPORTED is True:
                     x = tl.load(row_ptr + start + lane, mask=inside, other=float("-inf"))
                     kept = inside & (_ordered(x) >= threshold)
                     total += tl.sum(tl.where(kept, tl.exp(x - largest), 0.0))
-                by_k = threshold
+                # Down to the threshold of k the mass is that of the tokens which k keeps, so the
+                # new threshold is not below.
                 threshold = tl.full((), -2147483648, tl.int32)
                 for bit in range(32):
                     one = tl.full((), 1, tl.int32) << (31 - bit)
@@ -114,12 +115,11 @@ if SUPPORTED is True:
                     for start in range(0, columns, BLOCK):
                         inside = start + lane < columns
                         x = tl.load(row_ptr + start + lane, mask=inside, other=float("-inf"))
-                        order = _ordered(x)
-                        kept = inside & (order >= by_k) & (order >= candidate)
+                        kept = inside & (_ordered(x) >= candidate)
                         mass += tl.sum(tl.where(kept, tl.exp(x - largest), 0.0))
                     threshold = tl.where(mass >= p * total, candidate, threshold)
                 # Whatever p is, the likeliest stays.
-                threshold = tl.minimum(tl.maximum(threshold, by_k), _ordered(largest))
+                threshold = tl.minimum(threshold, _ordered(largest))
         for start in range(0, columns, BLOCK):
             inside = start + lane < columns
             x = tl.load(row_ptr + start + lane, mask=inside, other=float("-inf"))

@@ -193,7 +193,7 @@ async def _all(
             try:
                 _, stream = await loop.create_connection(
                     lambda: Stream(request, outcome),
-                    parts.hostname,
+                    parts.hostname or "localhost",
                     port,
                     ssl=parts.scheme == "https" or None,
                 )

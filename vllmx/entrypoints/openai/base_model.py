@@ -23,7 +23,8 @@ class OpenAIBaseModel(BaseModel):
             path = type(self).model_fields[name].alias or name
             if isinstance(value, OpenAIBaseModel):
                 yield from value.unknown_fields(f"{prefix}{path}.")
-            elif isinstance(value, list):
+            elif isinstance(value, list) and value and not isinstance(value[0], int | str):
+                # A prompt is a list of numbers or texts, thousands of them.
                 for i, item in enumerate(value):
                     if isinstance(item, OpenAIBaseModel):
                         yield from item.unknown_fields(f"{prefix}{path}[{i}].")

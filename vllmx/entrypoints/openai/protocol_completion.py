@@ -17,10 +17,6 @@ DEFAULT_MAX_TOKENS = 16
 Prompt = str | list[str] | list[int] | list[list[int]]
 
 
-def _is_token_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_prompt(prompt: Any) -> Prompt:
     """Return a prompt of one of the four kinds, else raise VLLMValidationError saying which."""
     if prompt is None or prompt in ("", []):
@@ -30,9 +26,10 @@ def _check_prompt(prompt: Any) -> Prompt:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list):
-        if all(isinstance(item, str) for item in prompt) or all(map(_is_token_id, prompt)):
+        kinds = set(map(type, prompt))
+        if kinds in ({str}, {int}):
             return prompt
-        if all(isinstance(item, list) and all(map(_is_token_id, item)) for item in prompt):
+        if kinds == {list} and all(set(map(type, item)) <= {int} for item in prompt):
             return prompt
     raise VLLMValidationError(
         "`prompt` must be a string, a list of strings, a list of token ids, or a list of lists "

@@ -58,8 +58,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, epsilon: f
 
     x: [..., hidden]; weight, bias: [hidden]. Computed in float32; returns x's shape and dtype.
     """
-    scale, shift = (None if p is None else p.to(torch.float32) for p in (weight, bias))
-    return F.layer_norm(x.to(torch.float32), x.shape[-1:], scale, shift, epsilon).to(x.dtype)
+    scale, shift = (None if part is None else part.to(torch.float32) for part in (weight, bias))
+    wide = F.layer_norm(x.to(torch.float32), x.shape[-1:], scale, shift, epsilon)
+    return wide.to(x.dtype)
 
 
 @register_op(static_args=("weight",))
