@@ -27,12 +27,8 @@ def test_no_bare_flag_means_two_things() -> None:
     assert len(by_key) == len(flags())
     leaf_names = [key.split(".")[-1] for key in leaf_keys()]
     repeated = {name for name in leaf_names if leaf_names.count(name) > 1}
-<<<<<<< HEAD
-    for name in repeated & set(flags()):  # seed: the engine's, as upstream's EngineArgs has it
-=======
     # seed: the engine's, as upstream's EngineArgs has it; that of checkpoint is --checkpoint-dir
     for name in repeated & set(flags()):
->>>>>>> 99633ab3d1329c9428d7ab25f56bfb823f8b834e
         assert flags()[name].field.key in ("model.seed", "model.model", "parity.output_dir")
     assert flags()["sampling_seed"].field.key == "sampling.seed"
 
