@@ -10,6 +10,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from vllmx.registry import own_architectures
+from vllmx.tiny.configs import config_of
+
 from . import closure, evidence, golden, policy
 from .compare import Check
 from .evidence import Row, make_row
@@ -36,18 +39,24 @@ JUDGES = ("parity/model_gate.py:judge", "parity/model_engine.py")
 def closure_of(cell: ModelCell) -> dict[str, str]:
     """The closure of a cell: the model, what runs it, and what judges it."""
     family = cell.entry.name.removeprefix("tiny-")
-    return dict(_closure({"smollm2-135m": "llama", "gemma3-270m": "gemma3"}.get(family, family)))
+    family = {"smollm2-135m": "llama", "gemma3-270m": "gemma3"}.get(family, family)
+    if (closure.ROOT / f"vllmx/models/{family}.py").is_file():
+        return dict(_closure(f"vllmx/models/{family}.py"))
+    # Several families in one file, or a file that is called otherwise: the class and what it names.
+    (architecture,) = config_of(cell.entry.name)["architectures"]
+    module = own_architectures()[architecture]
+    return dict(_closure(f"vllmx/models/{module}.py:{architecture}"))
 
 
 @functools.cache
-def _closure(module: str) -> dict[str, str]:
+def _closure(model: str) -> dict[str, str]:
     root = closure.ROOT
     files: list[str] = []
     for name in CODE:
         path = root / name
         found = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         files += [p.relative_to(root).as_posix() for p in found if p.name != "__init__.py"]
-    symbols = [f"vllmx/models/{module}.py", *files, *JUDGES]
+    symbols = [model, *files, *JUDGES]
     return closure.closure(symbols, closure.beside(C_SOURCES), sources=_sources())
 
 

@@ -130,9 +130,10 @@ TINY: dict[str, Any] = {
 }
 BREADTH = TINY | {"top_k": 10}
 """Many families: shorter lists make smaller goldens."""
-DENSE = sorted(DENSE_FAMILIES.keys() - {"tiny-olmo3"})
-"""Dense families beside those above. Upstream 0.25.0 can't read an Olmo3 config with the version of
-transformers that it comes with: the rotation of each kind of layer is a table within the table."""
+DENSE = sorted(DENSE_FAMILIES.keys() - {"tiny-apertus", "tiny-olmo3"})
+"""Dense families that upstream 0.25.0 computes in float32 with the transformers that it comes with.
+The numbers of Apertus' activation are bfloat16 there, and the rotations of Olmo3, one for each kind
+of layer, it can't read; both are held to transformers by tests/models/test_dense_models.py."""
 HYBRID = TINY | {"prompt_lengths": (1, 9, 25, 33, 49, 97)}
 """Blocks of models with recurrent layers are longer: here of 48 tokens."""
 MODELS = {
