@@ -50,11 +50,5 @@ def test_masks_find_their_requests_among_those_that_are_sampled() -> None:
     batch = SimpleNamespace(req_ids=["c", "a", "d", "b"], sample_reqs=np.array([1, 2, 3]))
     want = wanted(logits[:3], bits, [2, 0])
     worker = StructuredOutputsWorker(8, 70, "cpu")
-    worker.apply_grammar_bitmask(logits[:3], batch, GrammarOutput(["b", "a"], bitmask))
-    assert torch.equal(logits[:3], want)
-
-
-def test_where_other_rules_leave_nothing_the_grammar_counts() -> None:
-    logits = torch.tensor([[0.0, float("-inf"), 2.0], [1.0, 3.0, float("-inf")]])
-    sampled = torch.tensor([1, 0])
-    assert StructuredOutputsWorker.keep_to_grammars(logits, sampled).tolist() == [2, 0]
+    rows = worker.apply_grammar_bitmask(logits[:3], batch, GrammarOutput(["b", "a"], bitmask))
+    assert torch.equal(logits[:3], want) and rows.tolist() == [2, 0]

@@ -105,14 +105,23 @@ class Sampler:
         """Whether the tokens so far must be known on the host before the next are sampled."""
         return self.custom is not None
 
-    def __call__(self, logits: Tensor, rows: np.ndarray, positions: np.ndarray) -> SamplerOutput:
-        """Sample from logits [n, vocab]; rows [n]: of the requests; positions [n]: last token's."""
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        constrained: np.ndarray | None = None,
+    ) -> SamplerOutput:
+        """Sample from logits [n, vocab]; rows [n]: of the requests; positions [n]: last token's.
+
+        constrained: int [m], which of the n have a grammar, whose mask is in the logits already.
+        """
         num_logprobs = self.sampling_states.max_num_logprobs(rows)
         named_ids = self.logprob_token_ids_state.gather(rows)
         wants_logprobs = num_logprobs != NO_LOGPROBS or named_ids is not None
         processed = logits
         if self.needs_processing[rows].any():
-            processed = self.apply_sampling_params(logits, rows, positions)
+            processed = self.apply_sampling_params(logits, rows, positions, constrained)
             temperature, seeds, has_seed = self.sampling_states.gather(rows)
             sampled = self.ops.gumbel_sample(
                 processed,
@@ -138,10 +147,17 @@ class Sampler:
         )
 
     def apply_sampling_params(
-        self, logits: Tensor, rows: np.ndarray, positions: np.ndarray
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        positions: np.ndarray,
+        constrained: np.ndarray | None = None,
     ) -> Tensor:
-        """A float32 copy of logits with every request's parameters applied, in upstream's order."""
-        logits = logits.to(torch.float32, copy=True)
+        """A float32 copy of logits with every request's parameters applied, in upstream's order.
+
+        constrained: see `__call__`.
+        """
+        given, logits = logits, logits.to(torch.float32, copy=True)
         custom = self.custom
         self.logit_bias_state.apply(logits, rows, positions)
         if custom is not None:
@@ -153,6 +169,8 @@ class Sampler:
         self.sampling_states.apply_temperature(logits, rows)
         if custom is not None:
             logits = custom.apply(custom.processors.argmax_invariant, logits, rows)
+        if constrained is not None:
+            self._keep_to_grammars(logits, given, rows, constrained)
         apply_filters, top = self.sampling_states.apply_filters, self.ops.apply_top_k_top_p
         if not self.row_by_row:
             return apply_filters(logits, rows, top)
@@ -160,3 +178,19 @@ class Sampler:
             here = slice(i, i + 1)
             logits[here] = apply_filters(logits[here].clone(), rows[here], top)
         return logits
+
+    def _keep_to_grammars(
+        self, logits: Tensor, given: Tensor, rows: np.ndarray, constrained: np.ndarray
+    ) -> None:
+        """Forbid again, in place, what a grammar forbids and another rule has raised.
+
+        Other rules (min_tokens, allowed_token_ids, bad_words, processors) may forbid all that a
+        grammar allows: such a row goes by the grammar and its temperature alone.
+        given: the logits before any rule, [n, vocab]; rows [n]; constrained: see `__call__`.
+        """
+        place = to_device(constrained.astype(np.int64), self.device)
+        alone, ruled = given[place].to(torch.float32), logits[place]
+        ruled.masked_fill_(alone == float("-inf"), float("-inf"))
+        nothing_left = ruled.amax(dim=-1, keepdim=True) == float("-inf")
+        self.sampling_states.apply_temperature(alone, rows[constrained])
+        logits[place] = torch.where(nothing_left, alone, ruled)

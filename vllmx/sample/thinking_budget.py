@@ -102,7 +102,9 @@ def _advance(state: Tensor, tokens: Tensor, start: Tensor, end: Tensor) -> Tenso
     was_thinking, forced = state[:, THINKING] != 0, state[:, FORCED]
     thinking = torch.where(was_thinking, ~ended, started & ~ended)
     count = torch.where(was_thinking, state[:, COUNT] + 1, 0)
-    following = torch.where(forced >= 0, forced + 1, -1)
+    # A grammar may have forbidden what was forced: the marker then begins anew.
+    obeyed = tokens == end[forced.clamp(min=0)]
+    following = torch.where((forced >= 0) & obeyed, forced + 1, -1)
     done = following == len(end)
     spent = (state[:, SPENT] != 0) | done
     used_up = thinking & ((count >= state[:, BUDGET]) | spent)

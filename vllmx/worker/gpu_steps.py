@@ -210,8 +210,11 @@ class GPUSteps:
         if len(rows) < batch.num_tokens:
             hidden_states = hidden_states.index_select(0, batch.logits_indices)
         logits = runner.model.compute_logits(hidden_states)
+        constrained = None
         if grammar_output is not None:
-            runner.structured_outputs.apply_grammar_bitmask(logits, batch, grammar_output)
+            constrained = runner.structured_outputs.apply_grammar_bitmask(
+                logits, batch, grammar_output
+            )
         if plain:
             self.buffers.sample_greedy(logits)
             return
@@ -219,11 +222,8 @@ class GPUSteps:
             for earlier in self.pending:
                 earlier.wait()
         positions = batch.seq_lens_np[batch.sample_reqs].astype(np.int64) - 1
-        sampled = runner.sampler(logits, rows, positions)
-        chosen = sampled.sampled_token_ids
-        if grammar_output is not None:
-            chosen = runner.structured_outputs.keep_to_grammars(logits, chosen)
-        self.buffers.commit_tokens(chosen)
+        sampled = runner.sampler(logits, rows, positions, constrained)
+        self.buffers.commit_tokens(sampled.sampled_token_ids)
         runner.place_logprobs(batch, sampled.logprobs, output)
 
 

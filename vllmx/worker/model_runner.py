@@ -253,13 +253,13 @@ class GPUModelRunner:
             else hidden_states.index_select(0, batch.logits_indices)
         )
         logits = self.model.compute_logits(last)
+        constrained = None
         if grammar_output is not None:
-            self.structured_outputs.apply_grammar_bitmask(logits, batch, grammar_output)
-        sampled = self.sampler(logits, rows, positions)
-        chosen = sampled.sampled_token_ids
-        if grammar_output is not None and not self.sampler.is_plain(rows):
-            chosen = self.structured_outputs.keep_to_grammars(logits, chosen)
-        token_ids = chosen.cpu().numpy()
+            constrained = self.structured_outputs.apply_grammar_bitmask(
+                logits, batch, grammar_output
+            )
+        sampled = self.sampler(logits, rows, positions, constrained)
+        token_ids = sampled.sampled_token_ids.cpu().numpy()
         states = self.req_states
         states.all_token_ids.np[rows, states.total_len[rows]] = token_ids
         states.total_len[rows] += 1

@@ -24,10 +24,11 @@ class StructuredOutputsWorker:
 
     def apply_grammar_bitmask(
         self, logits: Tensor, batch: InputBatch, grammar_output: GrammarOutput
-    ) -> None:
-        """Set what the grammars forbid to minus infinity, in place.
+    ) -> np.ndarray:
+        """Set what the grammars forbid to minus infinity, in place; the rows that have a grammar.
 
-        logits: [number of batch.sample_reqs, vocab], a row for each of those requests in order.
+        logits: [number of batch.sample_reqs, vocab], a row for each of those requests in order;
+        returned: int32 [m].
         """
         row_of = {batch.req_ids[i]: row for row, i in enumerate(batch.sample_reqs.tolist())}
         bitmask = grammar_output.grammar_bitmask
@@ -36,22 +37,12 @@ class StructuredOutputsWorker:
         rows = np.fromiter((row_of[req_id] for req_id in ids), np.int32, len(ids))
         if self.device == "cpu":
             forbid(logits, bitmask, rows)
-            return
+            return rows
         from vllmx.kernels.triton_bitmask import apply_grammar_bitmask
 
         rows_on_device, mask_on_device = self._send(rows, bitmask)
         apply_grammar_bitmask(logits, mask_on_device, rows_on_device)
-
-    @staticmethod
-    def keep_to_grammars(logits: Tensor, sampled: Tensor) -> Tensor:
-        """`sampled` [n] with the likeliest allowed token where a forbidden one was drawn.
-
-        logits: as `apply_grammar_bitmask` left them. Other rules of a request (min_tokens,
-        allowed_token_ids, bad_words) may forbid all that its grammar allows; then the grammar
-        counts.
-        """
-        drawn = logits.gather(1, sampled.long().unsqueeze(1)).squeeze(1)
-        return torch.where(drawn == float("-inf"), logits.argmax(dim=-1), sampled)
+        return rows
 
     def _send(self, rows: np.ndarray, bitmask: np.ndarray) -> tuple[Tensor, Tensor]:
         """The same on the device: rows [m] and masks [m, words], int32. Nobody waits."""
