@@ -22,21 +22,21 @@ class BaseThinkingReasoningParser(ReasoningParser):
     end_token: str = ""
 
     def __init__(self, tokenizer: Tokenizer, *args: Any, **kwargs: Any) -> None:
-        """RuntimeError for a vocabulary without the two tokens."""
+        """RuntimeError for a vocabulary without the two tokens; ValueError without a tokenizer, or
+        for a class that does not name both."""
         super().__init__(tokenizer, *args, **kwargs)
+        name, tokens = type(self).__name__, (self.start_token, self.end_token)
         if not tokenizer:
-            raise ValueError("The model tokenizer must be passed to the ReasoningParser.")
-        if not self.start_token or not self.end_token:
-            raise ValueError("start_token and end_token must be defined in subclasses")
-        start_token_id = self.vocab.get(self.start_token)
-        end_token_id = self.vocab.get(self.end_token)
-        if start_token_id is None or end_token_id is None:
+            raise ValueError(f"{name} was made without the model's tokenizer.")
+        if not all(tokens):
+            raise ValueError(f"{name} must name both its start_token and its end_token.")
+        missing = [token for token in tokens if token not in self.vocab]
+        if missing:
             raise RuntimeError(
-                f"{type(self).__name__} reasoning parser could not locate think start/end tokens "
-                f"in the tokenizer: {self.start_token} and {self.end_token}"
+                f"{name} reasoning parser could not locate think start/end tokens in the "
+                f"tokenizer: no {' and no '.join(missing)}"
             )
-        self.start_token_id: int = start_token_id
-        self.end_token_id: int = end_token_id
+        self.start_token_id, self.end_token_id = (self.vocab[token] for token in tokens)
 
     @property
     def reasoning_start_str(self) -> str:

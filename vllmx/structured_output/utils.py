@@ -84,14 +84,17 @@ def convert_lark_to_ebnf(grammar_str: str) -> str:
     Rules of names, strings, groups, alternatives and repetitions can be converted. ValueError,
     with the line, for what has no counterpart (patterns, directives, aliases) or is wrong.
     """
-    if not isinstance(grammar_str, str):
-        raise ValueError(f"Grammar must be a string, got {type(grammar_str)}")
-    if not grammar_str.strip():
-        raise ValueError("Grammar string cannot be empty")
+    match grammar_str:
+        case str(text) if text.strip():
+            lines = text.split("\n")
+        case str():
+            raise ValueError("Grammar string cannot be empty")
+        case other:
+            raise ValueError(f"Grammar must be a string, got {type(other)}")
     rules: dict[str, list[str]] = {}
     used: dict[str, None] = {}
     current: list[str] | None = None
-    for number, line in enumerate(grammar_str.split("\n"), 1):
+    for number, line in enumerate(lines, 1):
         tokens = _lark_tokens(line, number)
         if not tokens:
             continue

@@ -19,8 +19,8 @@ from vllmx.sample.logits_processor.interface import (
 class BatchUpdateBuilder:
     """Collects the changes of one step.
 
-    All removals of a step come before the first look at them, and `pop_removed` gives the lowest
-    free place.
+    All removals of a step come before the first look at them, which closes the list; from then on
+    it is sorted, and only `pop_removed` takes from it.
     """
 
     def __init__(
@@ -29,68 +29,70 @@ class BatchUpdateBuilder:
         added: list[AddedRequest] | None = None,
         moved: list[MovedRequest] | None = None,
     ) -> None:
-        self._removed = removed or []
-        self.added = added or []
-        self.moved = moved or []
-        self._is_removed_sorted = False
+        self._free: list[RemovedRequest] = [] if removed is None else removed
+        self.added: list[AddedRequest] = [] if added is None else added
+        self.moved: list[MovedRequest] = [] if moved is None else moved
+        self._open = True
         self.batch_changed = False
 
     @property
     def removed(self) -> list[RemovedRequest]:
         """Free places, the lowest last."""
-        if not self._is_removed_sorted:
-            self._removed.sort(reverse=True)
-            self._is_removed_sorted = True
-        return self._removed
+        if self._open:
+            self._open = False
+            self._free.sort(reverse=True)
+        return self._free
 
     def removed_append(self, index: int) -> None:
         """Note that a place has become free. RuntimeError after the first look."""
-        if self._is_removed_sorted:
+        if not self._open:
             raise RuntimeError(
-                "Cannot register new removed request after self.removed has been read."
+                f"Cannot register new removed request after self.removed has been read: {index}."
             )
-        self._removed.append(index)
         self.batch_changed = True
+        self._free.append(index)
 
     def has_removed(self) -> bool:
         """Whether a place is free."""
-        return bool(self._removed)
+        return len(self._free) > 0
 
     def peek_removed(self) -> int | None:
-        """The lowest free place; None without any."""
-        return self.removed[-1] if self._removed else None
+        """The lowest free place; None without any, which is no look."""
+        return next(reversed(self.removed)) if self._free else None
 
     def pop_removed(self) -> int | None:
         """The lowest free place, which is then no longer free; None without any."""
-        return self.removed.pop() if self._removed else None
+        lowest = self.peek_removed()
+        if lowest is not None:
+            del self._free[-1]
+        return lowest
 
     def reset(self) -> bool:
         """Forget the changes; whether a request was removed, or the batch was marked as changed."""
-        self._removed.clear()
-        self.added.clear()
-        self.moved.clear()
-        changed, self.batch_changed, self._is_removed_sorted = self.batch_changed, False, False
-        return changed
+        for changes in (self._free, self.added, self.moved):
+            changes.clear()
+        was_changed = self.batch_changed
+        self._open, self.batch_changed = True, False
+        return was_changed
 
     def get_and_reset(self, batch_size: int) -> BatchUpdate | None:
         """The changes so far, of a batch that has `batch_size` requests; None for none."""
-        self._is_removed_sorted = self.batch_changed = False
-        if not (self._removed or self.added or self.moved):
+        self._open, self.batch_changed = True, False
+        free, added, moved = self._free, self.added, self.moved
+        if not len(free) + len(added) + len(moved):
             return None
-        update = BatchUpdate(batch_size, removed=self._removed, added=self.added, moved=self.moved)
-        self._removed, self.added, self.moved = [], [], []
-        return update
+        # The lists go with the update: the next step has its own.
+        self._free, self.added, self.moved = [], [], []
+        return BatchUpdate(batch_size=batch_size, removed=free, added=added, moved=moved)
 
 
 class LogitsProcessors:
     """Processors, by whether they may change which token is the likeliest."""
 
     def __init__(self, logitsprocs: Iterable[LogitsProcessor] | None = None) -> None:
-        self.argmax_invariant: list[LogitsProcessor] = []
-        self.non_argmax_invariant: list[LogitsProcessor] = []
-        for processor in logitsprocs or ():
-            invariant = processor.is_argmax_invariant()
-            (self.argmax_invariant if invariant else self.non_argmax_invariant).append(processor)
+        told = [(processor.is_argmax_invariant(), processor) for processor in logitsprocs or ()]
+        self.argmax_invariant = [processor for keeps, processor in told if keeps]
+        self.non_argmax_invariant = [processor for keeps, processor in told if not keeps]
 
     @property
     def all(self) -> Iterator[LogitsProcessor]:
