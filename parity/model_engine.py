@@ -46,7 +46,7 @@ def build(entry: ModelEntry, provider: str, device: str, chunked: bool, eager: b
     )
     run.kernel.default_priority = list(PROVIDERS[provider])
     # Times that somebody measured on this machine must not decide.
-    os.environ["VLLMX_KERNEL_CACHE"] = os.devnull
+    run.kernel.cache_dir = os.devnull
     run.device.device = device
     if device == "cuda":
         run.compilation.cudagraph_capture_sizes = [1, 2, 4, 8, 16, 24]

@@ -5,7 +5,10 @@ import os
 
 # Triton kernels are tested in its interpreter; CI has no GPU.
 os.environ["TRITON_INTERPRET"] = "1"
-# Times that somebody measured on this machine would decide on the providers that are tested.
-os.environ["VLLMX_KERNEL_CACHE"] = os.path.join(os.path.dirname(__file__), "no measured kernels")
 # Two cores are shared with child processes: threads that spin for each other cost most.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from vllmx import platform
+
+# Times that somebody measured on this machine would decide on the providers that are tested.
+platform.KERNEL_CACHE = os.path.join(os.path.dirname(__file__), "no measured kernels")

@@ -28,6 +28,7 @@ RENAMED = {
     "cache.cache_dtype": "kv_cache_dtype",
     "scheduler.policy": "scheduling_policy",
     "attention.backend": "attention_backend",
+    "kernel.cache_dir": "kernel_cache_dir",
     "sampling.seed": "sampling_seed",
     "server.disable_access_log": "disable_uvicorn_access_log",
     "parity.from_version": "from",

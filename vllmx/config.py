@@ -422,6 +422,9 @@ class KernelConfig:
     """Give the same request the same bits whatever shares its steps, as upstream's
     VLLM_BATCH_INVARIANT=1 does: providers whose results depend on the batch are refused. Slower.
     Sampling without a seed still differs."""
+    cache_dir: Optional[str] = None
+    """Folder of the times that `vllmx bench kernels` measured, by which kernel=auto chooses; None:
+    ~/.cache/vllmx/kernels."""
 
 
 @dataclass

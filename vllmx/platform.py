@@ -24,10 +24,13 @@ def hash_seed() -> str | None:
     return os.environ.get("PYTHONHASHSEED")
 
 
-def kernel_cache_dir() -> Path:
-    """Where measured times of kernels are kept: VLLMX_KERNEL_CACHE, or ~/.cache/vllmx/kernels."""
-    told = os.environ.get("VLLMX_KERNEL_CACHE")
-    return Path(told) if told else Path.home() / ".cache" / "vllmx" / "kernels"
+KERNEL_CACHE = "~/.cache/vllmx/kernels"
+"""Where measured times of kernels are kept unless kernel.cache_dir says otherwise."""
+
+
+def kernel_cache_dir(cache_dir: str | None) -> Path:
+    """The folder of measured times, for `kernel.cache_dir`."""
+    return Path(cache_dir or KERNEL_CACHE).expanduser()
 
 
 def has(package: str) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllmx import platform
 from vllmx.cli import main
 from vllmx.config import KernelConfig
 from vllmx.ir import measured
@@ -21,14 +22,16 @@ NORM = {"hidden_size": 1000}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("VLLMX_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(platform, "KERNEL_CACHE", str(tmp_path))
     measured._warn_once.cache_clear()
     return tmp_path
 
 
 def write(**seconds: float) -> Path:
     key = Measured.key("rms_norm", torch.float32, NORM)
-    return Measured({key: {k: {"1 rows": v, "64 rows": v} for k, v in seconds.items()}}).save("cpu")
+    return Measured({key: {k: {"1 rows": v, "64 rows": v} for k, v in seconds.items()}}).save(
+        "cpu", Path(platform.KERNEL_CACHE)
+    )
 
 
 def table(**kernel: object) -> OpTable:
@@ -47,6 +50,18 @@ def test_the_fastest_is_chosen_for_its_class_of_shapes_and_says_why(folder: Path
     assert ops.choose("rms_norm", hidden_size=1025).provider == "native"  # none was measured
     assert ops.choose("silu_and_mul").provider == "native"
     assert "the list for cpu" in ops.choices["silu_and_mul"].because
+
+
+def test_the_folder_is_that_of_the_config_and_no_variable_decides(
+    folder: Path, tmp_path_factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(cpu=2e-6, native=9e-6)
+    other = tmp_path_factory.mktemp("other")
+    monkeypatch.setenv("VLLMX_KERNEL_CACHE", str(other))
+    assert table().choose("rms_norm", **NORM).provider == "cpu"
+    assert table(cache_dir=str(other)).choose("rms_norm", **NORM).provider == "native"
+    monkeypatch.setenv("HOME", str(other))
+    assert platform.kernel_cache_dir("~/times") == other / "times"
 
 
 def test_what_is_nearly_as_fast_is_left_as_it_is(folder: Path) -> None:
@@ -94,12 +109,12 @@ def test_a_file_that_is_not_right_is_ignored_with_one_warning(
     folder: Path, caplog: pytest.LogCaptureFixture, text: str
 ) -> None:
     own = json.dumps(measured.identity("cpu"))
-    path_of("cpu").write_text(text.replace('"own"', own))
+    path_of("cpu", folder).write_text(text.replace('"own"', own))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert table().choose("rms_norm", **NORM).provider == "native"
     (record,) = caplog.records
-    assert str(path_of("cpu")) in record.getMessage()
+    assert str(path_of("cpu", folder)) in record.getMessage()
     assert "`vllmx bench kernels` writes them anew" in record.getMessage()
 
 
@@ -171,11 +186,11 @@ def test_the_command_writes_what_auto_and_info_read(folder, monkeypatch, capsys)
     monkeypatch.setattr(bench_kernels, "trials", lambda device, dtype: iter(few))
     told = json.dumps({"rms_norm | bfloat16 | any shape": {"cpu": {"1 rows": 1.0}}})
     earlier = Measured(json.loads(told))
-    earlier.save("cpu")
+    earlier.save("cpu", folder)
     assert main(["bench", "kernels", "device=cpu", "bench.num_iters=1"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert Path(shown["path"]) == path_of("cpu")
-    found = measured.load("cpu")
+    assert Path(shown["path"]) == path_of("cpu", folder)
+    found = measured.load("cpu", folder)
     assert set(found.times) == set(shown["times"]) | set(earlier.times)
     key = Measured.key("rms_norm", torch.float32, {"hidden_size": 1024})
     assert set(shown["times"][key]) == {"cpu", "native", "torch"}

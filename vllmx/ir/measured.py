@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-from vllmx.platform import kernel_cache_dir
-
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
@@ -79,11 +77,11 @@ def _device_name(device: str) -> str:
     return f"{device} {torch.backends.cpu.get_cpu_capability()} {threads} threads"
 
 
-def path_of(device: str, folder: Path | None = None) -> Path:
-    """The file of `device` as it is now."""
+def path_of(device: str, folder: Path) -> Path:
+    """The file of `device` as it is now; folder: of `kernel.cache_dir`, here and below."""
     told = json.dumps(identity(device), sort_keys=True)
     name = hashlib.sha256(told.encode()).hexdigest()[:16]
-    return (folder or kernel_cache_dir()) / f"{device}-{name}.json"
+    return folder / f"{device}-{name}.json"
 
 
 @dataclass
@@ -108,7 +106,7 @@ class Measured:
             for provider, tried in times.items()
         }
 
-    def save(self, device: str, folder: Path | None = None) -> Path:
+    def save(self, device: str, folder: Path) -> Path:
         """Write the file of `device`, whole or not at all."""
         path = path_of(device, folder)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,12 +117,12 @@ class Measured:
         return path
 
 
-def load(device: str, folder: Path | None = None) -> Measured:
+def load(device: str, folder: Path) -> Measured:
     """What was measured on `device` as it is now; empty if nothing was, or the file is not right.
 
     A file that can't be read, or tells of something else than its name says, is named in a warning.
     """
-    if not (folder or kernel_cache_dir()).is_dir():
+    if not folder.is_dir():
         return Measured()
     path = path_of(device, folder)
     try:

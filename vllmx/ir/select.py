@@ -19,6 +19,7 @@ from vllmx.exceptions import UserError
 from vllmx.ir import measured
 from vllmx.ir import ops as ir_ops
 from vllmx.ir.op import REFERENCE, IrOp, IrOpImpl, OpContext
+from vllmx.platform import kernel_cache_dir
 
 DEVICE_PRIORITY = {
     "cpu": ["native", "fbgemm", "cpu", "sdpa", REFERENCE],
@@ -70,7 +71,9 @@ class OpTable:
         priority = INVARIANT_PRIORITY if self.batch_invariant else DEVICE_PRIORITY
         self.default = kernel_config.default_priority or priority[device]
         by_times = not kernel_config.default_priority and not self.batch_invariant
-        self.measured = measured.load(device) if by_times else measured.Measured()
+        self.measured = measured.Measured()
+        if by_times:
+            self.measured = measured.load(device, kernel_cache_dir(kernel_config.cache_dir))
         self._listed_by = "kernel.default_priority"
         if not kernel_config.default_priority:
             self._listed_by = f"the list for {device}; `vllmx bench kernels` measures"

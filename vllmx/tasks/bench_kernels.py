@@ -24,7 +24,7 @@ from vllmx.config import RunConfig, finalize
 from vllmx.ir.measured import Measured, in_words, load
 from vllmx.ir.op import REFERENCE, IrOpImpl, OpContext
 from vllmx.ir.select import load_ops
-from vllmx.platform import num_threads, resolve_device, torch_dtype
+from vllmx.platform import kernel_cache_dir, num_threads, resolve_device, torch_dtype
 from vllmx.worker.cudagraph_utils import capture
 
 ROWS = {"cpu": (1, 64), "cuda": (1, 64, 2048)}
@@ -64,7 +64,8 @@ def measure_kernels(config: RunConfig) -> dict[str, Any]:
     dtype = _dtype(vllm_config.model_config.dtype, device)
     if device == "cpu":
         torch.set_num_threads(num_threads(config.device))
-    found = load(device)
+    folder = kernel_cache_dir(config.kernel.cache_dir)
+    found = load(device, folder)
     classes: dict[str, Trial] = {}
     for trial in trials(device, dtype):
         key = Measured.key(trial.op, dtype, trial.facts)
@@ -80,7 +81,7 @@ def measure_kernels(config: RunConfig) -> dict[str, Any]:
             found.times[key].setdefault(impl.provider, {})[trial.name] = seconds
     for key, trial in classes.items():
         print(f"{key}: {in_words(found.scores(trial.op, dtype, trial.facts))}", file=sys.stderr)
-    path = found.save(device)
+    path = found.save(device, folder)
     print(f"vllmx: kernel=auto goes by {path}", file=sys.stderr)
     return {"path": str(path), "times": {key: found.times[key] for key in classes}}
 
