@@ -140,6 +140,34 @@ def test_a_processor_of_a_request_sees_prompt_and_output_as_they_are() -> None:
     assert [tokens[1] for tokens in seen] == [9, 9, 9]
 
 
+class KeepsAll(OnlyToken):
+    """Keeps what it was told of every request, as a processor of the whole batch may."""
+
+    def update_state(self, batch_update) -> None:
+        for added in batch_update.added if batch_update else ():
+            self.only[added[0]] = added[3]
+
+    def apply(self, logits):
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept"), [(NotTheLast, 2), (OnlyToken, 0), (KeepsAll, 4)], ids=lambda v: str(v)
+)
+def test_only_requests_whose_output_a_processor_keeps_cost_a_step_anything(kind, kept) -> None:
+    batch = Batch(kind)
+    rows = [batch.add(f"r{i}", {"only": 3, "change": i % 2}, output=(8,)) for i in range(4)]
+    said = [batch.step(rows) for _ in range(3)]
+    outputs = batch.sampler.custom.outputs
+    assert len(outputs) == kept
+    batch.step(rows)
+    for row, output in outputs.items():
+        assert output == [8, *(tokens[rows.index(row)] for tokens in said)]
+    batch.remove("r1")
+    batch.step(rows[:1])
+    assert rows[1] not in outputs
+
+
 def test_a_preempted_request_brings_its_output_along() -> None:
     batch = Batch(NotTheLast)
     logits = torch.zeros(1, VOCAB)

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 import numpy as np
 from torch import Tensor
 
@@ -11,6 +13,10 @@ from vllmx.sample.logits_processor.interface import LogitsProcessor, MoveDirecti
 from vllmx.sample.logits_processor.state import BatchUpdateBuilder, LogitsProcessors
 from vllmx.sampling_params import SamplingParams
 from vllmx.worker.states import RequestState
+
+
+class OutputTokens(list[int]):
+    """The tokens that a request has generated; unlike a plain list it can be held weakly."""
 
 
 class CustomProcessorsState:
@@ -26,7 +32,8 @@ class CustomProcessorsState:
         self.processors = processors
         self.rows: list[int] = []
         self.place_of = np.full(states.max_num_reqs, -1, dtype=np.int64)
-        self.outputs: dict[int, list[int]] = {}
+        # A list that no processor keeps is gone after its step, and costs later steps nothing.
+        self.outputs: WeakValueDictionary[int, OutputTokens] = WeakValueDictionary()
         self._builder = BatchUpdateBuilder()
         self._gone: list[int] = []
         self._new: dict[int, SamplingParams] = {}
@@ -52,16 +59,16 @@ class CustomProcessorsState:
         for row in self._gone:
             builder.removed_append(int(self.place_of[row]))
             self.place_of[row] = -1
-            del self.outputs[row]
+            self.outputs.pop(row, None)
         for row, params in self._new.items():
             place = builder.pop_removed()
             if place is None:
                 place = len(rows)
                 rows.append(row)
             rows[place], self.place_of[row] = row, place
-            self.outputs[row] = []
+            self.outputs[row] = output = OutputTokens()
             prompt = self.states.all_token_ids.np[row, : self.states.prompt_len[row]].tolist()
-            builder.added.append((place, params, prompt, self.outputs[row]))
+            builder.added.append((place, params, prompt, output))
         self._gone.clear()
         self._new.clear()
         self._close_gaps()
