@@ -105,6 +105,29 @@ REFUSED = [
     ("tiny-gpt2", {"activation_function": "swoosh"}, "hidden_act 'swoosh' is not supported"),
     ("tiny-qwen2", {"hidden_act": "relu2"}, "not supported in a gated MLP"),
     ("tiny-phi3", {"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral'"),
+    (
+        "tiny-mistral",
+        {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]},
+        r"layer_types\[3\] is 'chunked_attention'; full_attention and sliding_attention are known",
+    ),
+    ("tiny-mistral", {"attention_chunk_size": 16}, "attention_chunk_size=16 is not supported"),
+    ("tiny-gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False is not supported"),
+    (
+        "tiny-gpt2",
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx=True is not supported",
+    ),
+    ("tiny-gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
+    (
+        "tiny-qwen2",
+        {"dual_chunk_attention_config": {"chunk_size": 32}},
+        "dual_chunk_attention_config={'chunk_size': 32} is not supported",
+    ),
+    (
+        "tiny-gemma2",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention=True is not supported",
+    ),
 ]
 
 

@@ -25,6 +25,7 @@ from vllmx.layers.logits_processor import LogitsProcessor
 from vllmx.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllmx.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllmx.models.hf_config import HFConfig
+from vllmx.models.unbuilt import refuse_unbuilt
 from vllmx.models.utils import (
     LLAMA_MAPPER,
     AutoWeightsLoader,
@@ -247,12 +248,14 @@ class LlamaForCausalLM(nn.Module):
     hf_to_vllm_mapper = LLAMA_MAPPER
     model_cls: type[nn.Module] = LlamaModel  # a family that derives from this one has its own
     lm_head_bias = False
+    layer_kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
     model: Any
 
     def __init__(self, *, vllm_config: VllmConfig, ops: OpTable, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         self.config = config
+        refuse_unbuilt(config, self.layer_kinds)
         self.model = self.model_cls(
             vllm_config=vllm_config, ops=ops, prefix=maybe_prefix(prefix, "model")
         )
