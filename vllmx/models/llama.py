@@ -32,6 +32,7 @@ from vllmx.models.utils import (
     layer_index,
     make_layers,
     maybe_prefix,
+    warn_of_own_head,
 )
 
 
@@ -288,6 +289,8 @@ class LlamaForCausalLM(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Load a checkpoint's (name, tensor) pairs; CheckpointError where they don't fit."""
         tied = self.config.tie_word_embeddings
+        if tied:
+            weights = warn_of_own_head(weights, self.hf_to_vllm_mapper)
         loader = AutoWeightsLoader(self, skip_prefixes=("lm_head.",) if tied else ())
         adapted = ((name, self.adapt(name, weight)) for name, weight in weights)
         loader.load_weights(adapted, self.hf_to_vllm_mapper)
