@@ -64,6 +64,17 @@ def _(m: Maker) -> Arguments:
     }
 
 
+@CASES.add("xielu", "learnt", dtypes=ONLY, cells=("other coefficients",))
+def _(m: Maker) -> Arguments:
+    return {
+        "x": m.float(_values(m, 96)),
+        "alpha_p": m.float(np.array([-0.3])),
+        "alpha_n": m.float(np.array([1.4])),
+        "beta": 0.25,
+        "eps": -1e-6,
+    }
+
+
 def _norm(m: Maker, x: np.ndarray, weight: bool, bias: bool) -> Arguments:
     hidden = x.shape[-1]
     return {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU's part of the evidence, in a few minutes: every cell of a GPU, many at a time.
 
-    python -m parity.gpu_lane --out FOLDER [--jobs 14] [--only ops,models,tests]
+    python -m parity.gpu_lane --out FOLDER [--jobs 14] [--only ops,models,tests] [--minutes 8]
 
 Where Triton compiles for most of the time, one process after another wastes a machine. FOLDER gets
 one file of evidence, as `vllmx parity replay device=cuda` and `collect device=cuda` would write
@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from . import evidence
+from . import evidence, features
 from .model_table import MODELS
 from .op_table import OPS
 from .replay import EXIT, WORST_FIRST
@@ -34,7 +34,8 @@ def jobs_of(kinds: list[str]) -> list[list[str]]:
     """Command lines of `vllmx parity`, the longest first."""
     jobs: list[list[str]] = []
     if "tests" in kinds:
-        jobs.append(["collect"])
+        shown = [feature.id for feature in features.load() if "gpu" in feature.needs]
+        jobs += [["collect", "--select", name] for name in shown]
     if "models" in kinds:
         tiny = [entry.feature for entry in MODELS.values() if entry.tiny]
         jobs += [["replay", "--select", name] for name in tiny]
@@ -80,6 +81,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--only", default=",".join(KINDS))
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, help="what is not done by then is left out"
+    )
     parser.add_argument("--dirty", action="store_true", help="look at a changed tree all the same")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -88,7 +92,7 @@ def main() -> int:
     if facts["dirty"] and not options.dirty:
         print("this tree is not that of a commit, so nothing that it shows could count; --dirty")
         return 2
-    deadline = time.monotonic() + 60 * MINUTES
+    deadline = time.monotonic() + 60 * options.minutes
     rows = []
     log = options.out / "gpu_lane.log"
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(options.jobs) as pool:

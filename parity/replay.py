@@ -24,6 +24,7 @@ from . import evidence, golden
 from .evidence import Row
 from .op_cells import GPU_LANE, OpCell, expected, expected_of_gpu_lane, ops_without_cases
 from .op_replay import Lane
+from .op_table import OPS
 from .selection import by_kind
 
 EXIT = {"pass": 0, "fail": 1, "error": 1, "invalid": 2, "skip": 3}
@@ -97,7 +98,8 @@ def check_words(device: str, select: str) -> None:
     from .text_cases import selected
     from .text_replay import KINDS
 
-    names = {name for cell in expected(device) for name in (cell.feature, cell.op)}
+    # Not those of `expected`: that builds the inputs of every case.
+    names = {name for entry in OPS.values() for name in (entry.feature, entry.name)}
     names |= {entry.feature for entry in MODELS.values()} | {f"text.{kind}" for kind in KINDS}
     for word in (part.strip() for part in select.split(",")):
         if not any(name.startswith(word) or word.startswith(f"{name}/") for name in names):

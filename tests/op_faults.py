@@ -264,6 +264,24 @@ FAULTS = {
         "silu_and_mul",
         lambda x: F.silu(x.chunk(2, -1)[0].clamp(max=7)) * x.chunk(2, -1)[1],
     ),
+    "gelu of the other kind": (
+        "activation",
+        lambda x, kind: load_ops()["activation"].fn(
+            x, {"gelu": "gelu_new", "silu": "quick_gelu"}.get(kind, kind)
+        ),
+    ),
+    "clamped at twice the limit": (
+        "activation_and_mul",
+        _changed("activation_and_mul", limit=lambda a: 2 * a.get("limit", 0.0)),
+    ),
+    "coefficients swapped": (
+        "xielu",
+        _changed("xielu", alpha_p=lambda a: a["alpha_n"], alpha_n=lambda a: a["alpha_p"]),
+    ),
+    "mean kept": (
+        "layer_norm",
+        lambda x, weight, bias, epsilon: rms(x, weight, epsilon) + (0 if bias is None else bias),
+    ),
     "exact gelu for tanh": (
         "gelu_and_mul",
         lambda x, approximate: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The wheel: conf/ is in it, nothing generic is at its top, and it works from any folder."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -51,8 +52,15 @@ def test_installed_wheel_works_from_the_root_folder(wheel: Path, tmp_path: Path)
     )
     code += "; print([n for n in ('conf', 'parity', 'oracles', 'tests') if u.find_spec(n)])"
     python = str(env / "bin" / "python")
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     found = subprocess.run(
-        [python, "-c", code], cwd="/", capture_output=True, text=True, check=True, timeout=60
+        [python, "-c", code],
+        cwd="/",
+        env=clean,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert found.stdout.split("\n")[:2] == [str(site / "vllmx" / "conf"), "[]"]
     shown = subprocess.run(
