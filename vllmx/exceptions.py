@@ -20,6 +20,14 @@ class CheckpointError(UserError):
     """A checkpoint that is truncated, corrupt, or does not match its architecture."""
 
 
+class WeightError(CheckpointError):
+    """A weight that does not fit, called `weight` in the checkpoint."""
+
+    def __init__(self, message: str, weight: str | None = None) -> None:
+        super().__init__(message)
+        self.weight = weight
+
+
 class VLLMValidationError(ValueError):
     """A request parameter out of range; HTTP 400 with OpenAI's `param` set.
 

@@ -96,6 +96,38 @@ def test_a_stacked_matrix_of_another_height_is_refused(folders, tmp_path) -> Non
         build_engine(folder, max_model_len=64)
 
 
+def test_a_tensor_that_does_not_fit_is_named_with_its_shard(folders, tmp_path) -> None:
+    folder = changed(folders("tiny-mistral"), tmp_path / "shards")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    name = "model.layers.2.mlp.down_proj.weight"
+    tensors[name] = tensors[name].to(torch.int32)
+    save_file({name: tensors.pop(name)}, folder / "b.safetensors")
+    save_file(tensors, folder / "a.safetensors")
+    with pytest.raises(CheckpointError, match=rf"b\.safetensors: weight {name} is of torch\.int32"):
+        build_engine(folder, max_model_len=64)
+    weight_map = dict.fromkeys(tensors, "a.safetensors") | {name: "b.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=rf"b\.safetensors: weight {name} is of torch\.int32"):
+        build_engine(folder, max_model_len=64)
+
+
+@pytest.mark.parametrize("name", ["tiny-gemma2", "tiny-gpt2"])
+def test_a_tied_model_warns_of_a_head_that_is_not_its_embedding(
+    folders, tmp_path, caplog, name
+) -> None:
+    tensors = load_file(folders(name) / "model.safetensors")
+    embedding = next(key for key in tensors if "embed_tokens" in key or "wte" in key)
+    for factor in (1, 2):
+        caplog.clear()
+        folder = changed(folders(name), tmp_path / f"head{factor}")
+        head = {"lm_head.weight": tensors[embedding] * factor}
+        save_file(tensors | head, folder / "model.safetensors")
+        build_engine(folder, max_model_len=64).shutdown()
+        assert ("lm_head.weight is not the embedding" in caplog.text) == (factor == 2)
+
+
 REFUSED = [
     ("tiny-falcon", {"alibi": True}, "alibi=true is not supported"),
     ("tiny-opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
@@ -105,6 +137,29 @@ REFUSED = [
     ("tiny-gpt2", {"activation_function": "swoosh"}, "hidden_act 'swoosh' is not supported"),
     ("tiny-qwen2", {"hidden_act": "relu2"}, "not supported in a gated MLP"),
     ("tiny-phi3", {"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral'"),
+    (
+        "tiny-mistral",
+        {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]},
+        r"layer_types\[3\] is 'chunked_attention'; full_attention and sliding_attention are known",
+    ),
+    ("tiny-mistral", {"attention_chunk_size": 16}, "attention_chunk_size=16 is not supported"),
+    ("tiny-gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False is not supported"),
+    (
+        "tiny-gpt2",
+        {"scale_attn_by_inverse_layer_idx": True},
+        "scale_attn_by_inverse_layer_idx=True is not supported",
+    ),
+    ("tiny-gpt2", {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
+    (
+        "tiny-qwen2",
+        {"dual_chunk_attention_config": {"chunk_size": 32}},
+        "dual_chunk_attention_config={'chunk_size': 32} is not supported",
+    ),
+    (
+        "tiny-gemma2",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention=True is not supported",
+    ),
 ]
 
 

@@ -2,6 +2,7 @@
 """Every architecture, tiny and random, against transformers in float32."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -154,7 +155,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_cache(tiny, tiny_engine) -> 
                 assert x[token].logprob == pytest.approx(y[token].logprob, abs=2e-4)
 
 
-@pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
+@pytest.mark.parametrize("change", ["missing", "unexpected", "shape", "dtype"])
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name(tiny, tmp_path, change: str) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -167,10 +168,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(tiny, tmp_path, chang
     elif change == "unexpected":
         weights["model.layers.0.self_attn.z_proj.weight"] = torch.zeros(3, 3)
         expected = "self_attn.z_proj.weight has no place"
+    elif change == "dtype":
+        weights[name] = weights[name].to(torch.int32)
+        expected = f"{name} is of torch.int32"
     else:
         weights[name] = weights[name][:-1].contiguous()
         expected = f"{name} has shape"
     save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(CheckpointError, match=expected):
+    file = re.escape(str(tmp_path / "model.safetensors"))
+    with pytest.raises(CheckpointError, match=f"^{file}: .*{expected}"):
         build_engine(tmp_path)

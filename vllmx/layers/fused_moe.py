@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllmx.exceptions import CheckpointError
+from vllmx.exceptions import CheckpointError, WeightError
 from vllmx.ir.select import OpTable
 from vllmx.layers.parameter import WeightHolder
 
@@ -115,12 +115,13 @@ class FusedMoE(WeightHolder, nn.Module):
         if not self.loaded and not self.is_loaded:
             self._expected = self._stacked if shard_id is None else self._each
         elif (shard_id is None) != (self._expected is self._stacked):
-            raise CheckpointError(
-                f"weight {source_name}: the experts of its layer come both stacked and one by one."
+            raise WeightError(
+                f"weight {source_name}: the experts of its layer come both stacked and one by one.",
+                source_name,
             )
         if not isinstance(tensor, Tensor):
-            raise CheckpointError(
-                f"weight {source_name} is quantised; experts are served in float only."
+            raise WeightError(
+                f"weight {source_name} is quantised; experts are served in float only.", source_name
             )
         return super().load_weight(param, shard_id, tensor, source_name)
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vllmx.config import VllmConfig
-from vllmx.exceptions import CheckpointError
+from vllmx.exceptions import WeightError
 from vllmx.ir.select import OpTable
 from vllmx.layers.parameter import WeightHolder
 from vllmx.quantization.base_config import PackedLinear, get_linear_method
@@ -59,9 +59,10 @@ class LinearBase(WeightHolder, nn.Module):
         if shard_id is not None or None in self.shards or not isinstance(tensor, Tensor):
             return super().load_weight(param, shard_id, tensor, source_name)
         if tensor.shape[0] != self.output_size:
-            raise CheckpointError(
+            raise WeightError(
                 f"weight {source_name} has {tensor.shape[0]} rows, the config wants "
-                f"{self.output_size}."
+                f"{self.output_size}.",
+                source_name,
             )
         parts = tensor.split(list(self.shards.values()))
         return [

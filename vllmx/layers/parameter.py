@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllmx.exceptions import CheckpointError
+from vllmx.exceptions import WeightError
 
 
 def to_float(tensor: Any, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -38,26 +38,35 @@ class WeightHolder:
         raise AssertionError(f"{type(self).__name__} does not say how its weights are packed")
 
     def load_weight(self, param: str, shard_id: str | None, tensor: Any, source_name: str) -> bool:
-        """Take one tensor of the checkpoint; CheckpointError where its shape is another.
+        """Take one tensor of the checkpoint; WeightError where its shape is another, or whole
+        numbers are where others are wanted.
 
         True once every expected weight is there: then `pack` is due.
         """
         expected = self.expected_weights()
         key = (param, shard_id)
         if key not in expected:
-            raise CheckpointError(
+            raise WeightError(
                 f"weight {source_name}: {type(self).__name__} has no parameter "
-                f"{param}{'' if shard_id is None else f' with part {shard_id}'}."
+                f"{param}{'' if shard_id is None else f' with part {shard_id}'}.",
+                source_name,
             )
         if tuple(tensor.shape) != expected[key]:
-            raise CheckpointError(
+            raise WeightError(
                 f"weight {source_name} has shape {list(tensor.shape)}, "
-                f"the config wants {list(expected[key])}."
+                f"the config wants {list(expected[key])}.",
+                source_name,
+            )
+        if isinstance(tensor, Tensor) and not tensor.is_floating_point():
+            raise WeightError(
+                f"weight {source_name} is of {tensor.dtype}; floating point is wanted, as the "
+                "config names no quantisation that is stored so.",
+                source_name,
             )
         if self.loaded is None:
             self.loaded = {}
         if key in self.loaded or self.is_loaded:
-            raise CheckpointError(f"weight {source_name} is in the checkpoint twice.")
+            raise WeightError(f"weight {source_name} is in the checkpoint twice.", source_name)
         self.loaded[key] = tensor
         return len(self.loaded) == len(expected)
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from vllmx.config import VllmConfig
+from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
 from vllmx.layers.parameter import WeightHolder
-from vllmx.model_loader.weights import GGUFTensor, iterate_weights
+from vllmx.model_loader.weights import GGUFTensor, iterate_weights, with_file
 from vllmx.plugins import load_general_plugins
 from vllmx.registry import get_model_cls
 
@@ -27,7 +28,10 @@ def load_model(vllm_config: VllmConfig, ops: OpTable) -> nn.Module:
     if vllm_config.load_config.load_format == "dummy":
         load_dummy_weights(model, vllm_config)
     else:
-        model.load_weights(_with_chosen_expansion(iterate_weights(vllm_config), ops))
+        try:
+            model.load_weights(_with_chosen_expansion(iterate_weights(vllm_config), ops))
+        except CheckpointError as error:
+            raise with_file(error, vllm_config) from error
     return model.eval()
 
 

@@ -37,6 +37,22 @@ def weight_files(folder: Path) -> dict[Path, list[str] | None]:
     return dict.fromkeys(files)
 
 
+def file_of(folder: Path, name: str | None) -> Path:
+    """The file that tensor `name` comes from; `folder` where no file, or not one alone, does."""
+    files = weight_files(folder)
+    if len(files) == 1:
+        return next(iter(files))
+    for path, wanted in files.items():
+        if name is None:
+            break
+        if wanted is None:
+            with safe_open(path, framework="pt") as file:
+                wanted = file.keys()
+        if name in wanted:
+            return path
+    return folder
+
+
 def iterate_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for every weight of `folder`, one file after the other, mapped.
 

@@ -11,13 +11,13 @@ import torch
 from tqdm import tqdm
 
 from vllmx.config import VllmConfig
-from vllmx.exceptions import UserError
+from vllmx.exceptions import CheckpointError, UserError, WeightError
 from vllmx.model_loader.gguf_loader import GGUFTensor, iterate_gguf
 from vllmx.model_loader.gguf_reader import GGUFReader
 from vllmx.model_loader.resolve import is_gguf
-from vllmx.model_loader.safetensors_loader import iterate_safetensors
+from vllmx.model_loader.safetensors_loader import file_of, iterate_safetensors
 
-__all__ = ["GGUFTensor", "iterate_weights"]
+__all__ = ["GGUFTensor", "iterate_weights", "with_file"]
 
 
 def iterate_weights(vllm_config: VllmConfig) -> Iterator[tuple[str, torch.Tensor | GGUFTensor]]:
@@ -45,3 +45,13 @@ def iterate_weights(vllm_config: VllmConfig) -> Iterator[tuple[str, torch.Tensor
         leave=False,
         disable=None if vllm_config.load_config.use_tqdm_on_load else True,
     )
+
+
+def with_file(error: CheckpointError, vllm_config: VllmConfig) -> CheckpointError:
+    """`error`, met while loading, with the file of its weight in front where it names none."""
+    path = Path(vllm_config.model_config.model)
+    if str(path) in str(error):
+        return error
+    if not is_gguf(path):
+        path = file_of(path, error.weight if isinstance(error, WeightError) else None)
+    return CheckpointError(f"{path}: {error}")

@@ -25,12 +25,14 @@ from vllmx.layers.logits_processor import LogitsProcessor
 from vllmx.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllmx.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllmx.models.hf_config import HFConfig
+from vllmx.models.unbuilt import refuse_unbuilt
 from vllmx.models.utils import (
     LLAMA_MAPPER,
     AutoWeightsLoader,
     layer_index,
     make_layers,
     maybe_prefix,
+    warn_of_own_head,
 )
 
 
@@ -247,12 +249,14 @@ class LlamaForCausalLM(nn.Module):
     hf_to_vllm_mapper = LLAMA_MAPPER
     model_cls: type[nn.Module] = LlamaModel  # a family that derives from this one has its own
     lm_head_bias = False
+    layer_kinds: tuple[str, ...] = ("full_attention", "sliding_attention")
     model: Any
 
     def __init__(self, *, vllm_config: VllmConfig, ops: OpTable, prefix: str = "") -> None:
         super().__init__()
         config = vllm_config.model_config.hf_text_config
         self.config = config
+        refuse_unbuilt(config, self.layer_kinds)
         self.model = self.model_cls(
             vllm_config=vllm_config, ops=ops, prefix=maybe_prefix(prefix, "model")
         )
@@ -285,6 +289,8 @@ class LlamaForCausalLM(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Load a checkpoint's (name, tensor) pairs; CheckpointError where they don't fit."""
         tied = self.config.tie_word_embeddings
+        if tied:
+            weights = warn_of_own_head(weights, self.hf_to_vllm_mapper)
         loader = AutoWeightsLoader(self, skip_prefixes=("lm_head.",) if tied else ())
         adapted = ((name, self.adapt(name, weight)) for name, weight in weights)
         loader.load_weights(adapted, self.hf_to_vllm_mapper)

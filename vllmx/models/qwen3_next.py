@@ -107,13 +107,8 @@ class Qwen3NextDecoderLayer(nn.Module):
                 gqa_interleaved_layout=self.gqa_interleaved_layout,
                 **shared,
             )
-        elif self.layer_type == "full_attention":
-            self.self_attn = Qwen3NextAttention(config, prefix=f"{prefix}.self_attn", **shared)
         else:
-            raise CheckpointError(
-                f"{config.origin}: layer_types[{layer_idx}] is {self.layer_type!r}; "
-                "linear_attention and full_attention are known."
-            )
+            self.self_attn = Qwen3NextAttention(config, prefix=f"{prefix}.self_attn", **shared)
         self.mlp = self.make_mlp(config, layer_idx, prefix=f"{prefix}.mlp", **shared)
         norm = (config.hidden_size, config.rms_norm_eps, ops)
         self.input_layernorm = GemmaRMSNorm(*norm)
@@ -177,3 +172,4 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
     """Qwen3-Next with its output head."""
 
     model_cls = Qwen3NextModel
+    layer_kinds = ("linear_attention", "full_attention")

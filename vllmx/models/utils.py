@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vllmx.exceptions import CheckpointError
+from vllmx.exceptions import CheckpointError, WeightError
 from vllmx.layers.attention import attention_layers
 from vllmx.layers.kv_scales import KVScales
 from vllmx.layers.parameter import WeightHolder
+
+logger = logging.getLogger(__name__)
 
 
 def maybe_prefix(prefix: str, name: str) -> str:
@@ -98,6 +101,28 @@ def by_head(weight: Tensor, group: int, head_dim: int) -> Tensor:
     return torch.cat([part.reshape(-1, *weight.shape[1:]) for part in parts])
 
 
+def warn_of_own_head(
+    weights: Iterable[tuple[str, Any]], mapper: WeightsMapper
+) -> Iterator[tuple[str, Any]]:
+    """The weights of a model whose head is its embedding, with a warning where the checkpoint
+    has a head of its own that is another: it is left out, as upstream leaves it out."""
+    head: Any = None
+    embedding: Any = None
+    for name, weight in weights:
+        if name == "lm_head.weight":
+            head = weight
+        elif mapper.map_name(name) == ("model.embed_tokens.weight", None):
+            embedding = weight
+        yield name, weight
+    if not (isinstance(head, Tensor) and isinstance(embedding, Tensor)):
+        return
+    if not torch.equal(head, embedding.to(head.dtype)):
+        logger.warning(
+            "lm_head.weight is not the embedding and is left out, as tie_word_embeddings is true: "
+            "if it is meant, set tie_word_embeddings to false in config.json."
+        )
+
+
 class AutoWeightsLoader:
     """Gives each weight of a checkpoint to its layer, and accepts no missing or unknown one."""
 
@@ -144,7 +169,7 @@ class AutoWeightsLoader:
             module_name, _, param = name.rpartition(".")
             holder = self.holders.get(module_name)
             if holder is None:
-                raise CheckpointError(self._unexpected(source_name, module_name))
+                raise WeightError(self._unexpected(source_name, module_name), source_name)
             if holder.load_weight(param, shard_id, tensor, source_name):
                 yield holder
 

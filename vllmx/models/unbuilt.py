@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of a config.json that change what is computed and that no model here heeds.
+
+Whatever architecture has them, they stop the load: silence would be another model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllmx.exceptions import CheckpointError
+from vllmx.models.hf_config import HFConfig
+
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (None, False),
+    "attention_chunk_size": (None,),
+    "dual_chunk_attention_config": (None,),
+    "scale_attn_by_inverse_layer_idx": (None, False),
+    "scale_attn_weights": (None, True),
+    "use_bidirectional_attention": (None, False),
+}
+"""Key -> its values that ask for nothing beyond what is built."""
+
+
+def refuse_unbuilt(config: HFConfig, layer_kinds: tuple[str, ...]) -> None:
+    """CheckpointError, with key and value, where the config asks for what isn't built.
+
+    layer_kinds: the entries of layer_types that the architecture computes.
+    """
+    for index, kind in enumerate(config.layer_types):
+        if kind not in layer_kinds:
+            raise CheckpointError(
+                f"{config.origin}: layer_types[{index}] is {kind!r}; "
+                f"{' and '.join(layer_kinds)} are known."
+            )
+    for key, harmless in HARMLESS.items():
+        if key in config and getattr(config, key) not in harmless:
+            raise CheckpointError(
+                f"{config.origin}: {key}={getattr(config, key)!r} is not supported."
+            )
