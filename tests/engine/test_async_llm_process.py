@@ -126,3 +126,23 @@ def test_switch_keeps_the_engine_in_this_process(monkeypatch):
     engine = build(monkeypatch, enable_multiprocessing=False)
     assert isinstance(engine.engine_core, AsyncThreadClient)
     engine.shutdown()
+
+
+def test_the_engines_process_is_told_the_markers_of_reasoning_as_tokens(monkeypatch):
+    """It was started before the tokenizer was there, and the first budget was its end."""
+    from vllmx.config import ReasoningConfig
+
+    order = []
+    start = AsyncMPClient._launch
+    monkeypatch.setattr(front_module, "set_reasoning_markers", lambda *a: order.append("markers"))
+    monkeypatch.setattr(AsyncMPClient, "_launch", lambda *a: order.append("process") or start(*a))
+    for reasoning, want in (
+        (ReasoningConfig("<think>", "</think>"), ["markers", "process"]),
+        (None, ["process", "markers"]),
+    ):
+        order.clear()
+        config = vllm_config(parallel__enable_multiprocessing=None, max_model_len=1024)
+        config.reasoning_config = reasoning
+        tokenizer = piece_tokenizer(*PIECES)
+        make_async_llm(monkeypatch, tokenizer, config, disable_log_stats=True).shutdown()
+        assert order == want

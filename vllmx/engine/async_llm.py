@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 from vllmx.engine import EngineCoreRequest, PauseMode
 from vllmx.engine.core_client import AsyncEngineCoreClient, EngineCoreClient
 from vllmx.engine.executor import Executor
-from vllmx.engine.front import EngineFront, fan_out, find_model, make_logger_manager
+from vllmx.engine.front import (
+    EngineFront,
+    fan_out,
+    find_model,
+    has_reasoning_markers,
+    make_logger_manager,
+)
 from vllmx.engine.input_processor import PromptType
 from vllmx.engine.input_processor import prompt_text as text_of
 from vllmx.engine.output_processor import RequestOutputCollector
@@ -71,9 +77,16 @@ class AsyncLLM(EngineFront):
 
         if vllm_config.parallel_config.enable_multiprocessing is not False:
             find_model(vllm_config)
-            # The tokenizer is read while the engine's process loads the model.
+            # The tokenizer is read while the engine's process loads the model, unless that is to
+            # know markers of reasoning as tokens.
+            is_first = has_reasoning_markers(vllm_config)
+            if is_first:
+                load_front()
             return EngineCoreClient.make_async_mp_client(
-                vllm_config, executor_class, log_stats, while_starting=load_front
+                vllm_config,
+                executor_class,
+                log_stats,
+                while_starting=None if is_first else load_front,
             )
         load_front()
         client = EngineCoreClient.make_client(False, True, vllm_config, executor_class, log_stats)

@@ -46,6 +46,14 @@ class EngineFront:
         return self.input_processor.tokenizer
 
 
+def has_reasoning_markers(vllm_config: VllmConfig) -> bool:
+    """Whether the config names markers of reasoning, or a parser that may."""
+    structured = vllm_config.structured_outputs_config
+    return vllm_config.reasoning_config is not None or bool(
+        structured is not None and structured.reasoning_parser
+    )
+
+
 def set_reasoning_markers(vllm_config: VllmConfig, tokenizer: Tokenizer) -> None:
     """Make the markers of reasoning tokens: those of the config, else the reasoning parser's."""
     reasoning, structured = vllm_config.reasoning_config, vllm_config.structured_outputs_config

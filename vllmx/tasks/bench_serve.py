@@ -60,6 +60,7 @@ class Stream(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rest = b""
         self._has_head = False
+        self._refused = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the request."""
@@ -77,11 +78,14 @@ class Stream(asyncio.Protocol):
             if not separator:
                 self._rest = buffer
                 return
-            if b" 200 " not in head.split(b"\r\n", 1)[0] + b" ":
-                self.outcome.error = (head.split(b"\r\n", 1)[0] + b" " + buffer_after).decode()
-                self._transport.close()
-                return
+            status = head.split(b"\r\n", 1)[0]
             self._has_head, buffer = True, buffer_after
+            if b" 200 " not in status + b" ":
+                self._refused = status
+        if self._refused:
+            # The reason comes after it; the end of the connection ends it.
+            self._rest = buffer
+            return
         *events, self._rest = buffer.split(b"\n\n")
         for event in events:
             start = event.find(b"data: ")
@@ -108,6 +112,9 @@ class Stream(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """The end, in one way or another."""
+        if self._refused:
+            words = b" ".join((self._refused, self._rest)).decode("utf-8", "replace")
+            self.outcome.error = " ".join(words.split())
         if not self.outcome.latency and not self.outcome.error:
             self.outcome.error = f"the answer broke off: {error or 'the connection was closed'}"
         if not self.ended.done():
@@ -139,9 +146,9 @@ def measure_serve(config: RunConfig) -> dict[str, Any]:
         "max_concurrency": bench.max_concurrency,
         **result,
     }
-    print(table(result), file=sys.stderr)
     if not result["completed"]:
         raise UserError(f"bench serve: no request succeeded, the first: {outcomes[0].error[:300]}")
+    print(table(result), file=sys.stderr)
     return result
 
 
