@@ -105,7 +105,8 @@ def _poison(op: str, arguments: Arguments) -> Arguments | None:
 
 
 def _constant(op: str, arguments: Arguments) -> Arguments | None:
-    if op != "paged_attention":
+    # A sink takes its share and has no value.
+    if op != "paged_attention" or arguments.get("sinks") is not None:
         return None
     cache = arguments["value_cache"]
     return {**arguments, "value_cache": array(np.ones(cache.shape), cache.dtype)}

@@ -35,6 +35,7 @@ def _states(logits: Tensor, prompts: list[list[int]], outputs: list[list[int]]) 
     for row, (prompt, output) in enumerate(zip(prompts, outputs)):
         states.all_token_ids.np[row, : len(prompt) + len(output)] = prompt + output
         states.prompt_len[row], states.total_len[row] = len(prompt), len(prompt) + len(output)
+    states.all_token_ids.gpu.copy_(states.all_token_ids.cpu)
     return states
 
 
