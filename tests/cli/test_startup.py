@@ -140,6 +140,8 @@ def test_interrupt_exits_130_without_a_traceback() -> None:
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # What a shell started in the background has this signal ignored, and so its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 30
     while not _reads_stdin(process.pid) and time.monotonic() < deadline:
