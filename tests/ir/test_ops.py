@@ -65,6 +65,13 @@ def test_the_ops_of_a_dense_decoder_are_all_there() -> None:
     assert sum("triton" in op.impls for op in OPS.values()) >= 3
 
 
+REFUSED_IN_FLOAT32 = {
+    ("fused_post_conv_prep", "triton"),
+    ("recurrent_gated_delta_rule", "triton"),
+}
+"""By what an H200 showed; tests/kernels/test_delta_rule.py looks at them all the same."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("pair", OTHERS, ids=lambda pair: name(pair[1]))
 def test_provider_agrees_with_the_reference(
@@ -86,7 +93,7 @@ def test_provider_agrees_with_the_reference(
         for w, g in zip(want, got, strict=True):
             assert g.dtype == w.dtype and g.shape == w.shape
             torch.testing.assert_close(g, w, atol=tolerance.atol, rtol=tolerance.rtol)
-    if dtype == torch.float32:
+    if dtype == torch.float32 and (op.name, impl.provider) not in REFUSED_IN_FLOAT32:
         assert tried, f"{name(impl)} was never tried"
 
 
