@@ -26,8 +26,8 @@ def is_grammar_ready(request: Request) -> bool:
 
 def grammar_failure(request: Request) -> BaseException | None:
     """Why the grammar that `request` waits for could not be compiled; None if nothing failed."""
-    structured = request.structured_output_request
-    return None if structured is None else getattr(structured, "failure", None)
+    failure = getattr(request.structured_output_request, "failure", None)
+    return failure if isinstance(failure, BaseException) else None
 
 
 def any_constrained(scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> bool:
