@@ -137,7 +137,8 @@ class Copy:
             )
         except subprocess.TimeoutExpired:
             return 124, f"no end in {SECONDS} s"
-        return done.returncode, " | ".join((done.stdout + done.stderr).strip().splitlines()[-3:])
+        told = (done.stdout + done.stderr).replace(f"{self.folder}/", "")  # no one else has it
+        return done.returncode, " | ".join(told.strip().splitlines()[-3:])
 
     def planted(self, mutant: Mutant) -> tuple[int, str]:
         """The same with the fault in place."""
