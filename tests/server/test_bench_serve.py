@@ -35,6 +35,11 @@ def test_every_token_of_every_request_is_counted(slow_url, tmp_path, small_ids, 
     assert "6 of 6 requests" in capfd.readouterr().err
 
 
+def test_more_warm_ups_than_requests_are_as_many_as_there_are(letters_url, tmp_path, small_ids):
+    got = run(letters_url, tmp_path, "--num-prompts", "1", "--num-iters-warmup", "3")
+    assert got["completed"] == 1 and got["total_output_tokens"] == 5
+
+
 def test_no_more_than_so_many_are_under_way_at_once(slow_url, tmp_path, small_ids) -> None:
     got = run(
         slow_url,

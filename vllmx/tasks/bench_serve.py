@@ -128,15 +128,10 @@ def measure_serve(config: RunConfig) -> dict[str, Any]:
         raise UserError("bench serve needs a running server: --url http://HOST:PORT.")
     client = connect(config)
     requests = [_request(client, prompt, bench) for prompt in _prompts(bench, config.model.seed)]
-    warm = [Outcome(bench.input_len) for _ in range(bench.num_iters_warmup)]
-    asyncio.run(_all(client, requests[: len(warm)], warm, None, None, 0))
-    outcomes = [Outcome(bench.input_len) for _ in requests]
+    asyncio.run(_all(client, requests[: bench.num_iters_warmup], bench.input_len))
     start = time.perf_counter()
-    asyncio.run(
-        _all(
-            client, requests, outcomes, bench.max_concurrency, bench.request_rate, config.model.seed
-        )
-    )
+    load = bench.max_concurrency, bench.request_rate, config.model.seed
+    outcomes = asyncio.run(_all(client, requests, bench.input_len, *load))
     result = summary(outcomes, time.perf_counter() - start)
     result = {
         "backend": "openai",
@@ -181,11 +176,11 @@ def _request(client: Client, prompt: list[int], bench: BenchConfig) -> bytes:
 async def _all(
     client: Client,
     requests: list[bytes],
-    outcomes: list[Outcome],
-    concurrency: int | None,
-    rate: float | None,
-    seed: int,
-) -> None:
+    input_len: int,
+    concurrency: int | None = None,
+    rate: float | None = None,
+    seed: int = 0,
+) -> list[Outcome]:
     """Send the requests as they arrive: at once, or in a Poisson process of `rate` a second."""
     parts = urlsplit(client.base)
     loop = asyncio.get_running_loop()
@@ -208,12 +203,14 @@ async def _all(
             except OSError as error:
                 outcome.error = str(error)
 
+    outcomes = [Outcome(input_len) for _ in requests]
     tasks = []
     for request, outcome, wait in zip(requests, outcomes, waits.tolist(), strict=True):
         if wait > 0:
             await asyncio.sleep(wait)
         tasks.append(asyncio.ensure_future(one(request, outcome)))
     await asyncio.gather(*tasks)
+    return outcomes
 
 
 def summary(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
