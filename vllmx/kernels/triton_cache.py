@@ -13,6 +13,7 @@ from vllmx.ir.op import OpContext
 from vllmx.ir.ops.kv_cache import reshape_and_cache
 from vllmx.ir.ops.qkv import qk_norm_rope_cache
 from vllmx.kernels.dependent_launch import after_the_last
+from vllmx.kernels.on_gpu import on_gpu
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -27,17 +28,13 @@ HEADS = 16
 """Heads that a program norms, rotates and stores."""
 
 
-def _on_gpu(context: OpContext) -> bool | str:
-    return True if context.device == "cuda" else f"runs on a GPU, not on {context.device}"
-
-
 def _whole_neox_heads(context: OpContext) -> bool | str:
     facts = context.facts
     if not facts.get("is_neox_style", True):
         return "rotates halves (NeoX style) only, not pairs"
     if facts.get("rotary_dim") != facts.get("head_size"):
         return f"rotates whole heads only, not {facts['rotary_dim']} of {facts['head_size']}"
-    return _on_gpu(context)
+    return on_gpu(context)
 
 
 if SUPPORTED is True:
@@ -178,7 +175,7 @@ def _strides(key_cache: Tensor, value_cache: Tensor) -> tuple[int, int, int, int
 
 
 @reshape_and_cache.register_impl(
-    "triton", supported=SUPPORTED, supports=_on_gpu, batch_invariant=("cuda",)
+    "triton", supported=SUPPORTED, supports=on_gpu, batch_invariant=("cuda",)
 )
 def _reshape_and_cache(
     key: Tensor,

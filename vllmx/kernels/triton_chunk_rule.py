@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vllmx.ir.op import OpContext
 from vllmx.ir.ops.gated_delta_rule import CHUNK_SIZE, chunk_gated_delta_rule
 from vllmx.kernels.triton_conv1d import find_tile
-from vllmx.kernels.triton_delta_rule import SUPPORTED, head_sizes, holds_heads
+from vllmx.kernels.triton_delta_rule import SUPPORTED, head_sizes, holds_heads_but
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -207,16 +206,13 @@ if SUPPORTED is True:
         tl.store(of_state, state.to(state_ptr.dtype.element_ty), mask=in_state)
 
 
-def _supports(context: OpContext) -> bool | str:
-    """Float32 alone, in which nothing asks for chunks: in 16 bits a replay on an H200 (Triton 3.6)
-    ended with an illegal memory access, which the interpreter does not show."""
-    taken = holds_heads(context)
-    if taken is True and context.dtype != torch.float32:
-        return "reads outside of its tensors in 16 bits on an H200 (reports/gpu/lane.md)"
-    return taken
+NARROW = holds_heads_but(
+    "reads outside of its tensors in 16 bits on an H200", torch.bfloat16, torch.float16
+)
+"""What is left is float32, in which nothing asks for chunks."""
 
 
-@chunk_gated_delta_rule.register_impl("triton", supported=SUPPORTED, supports=_supports)
+@chunk_gated_delta_rule.register_impl("triton", supported=SUPPORTED, supports=NARROW)
 def _chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,

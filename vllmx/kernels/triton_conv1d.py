@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vllmx.ir.op import OpContext
 from vllmx.ir.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from vllmx.kernels.dependent_launch import after_the_last
+from vllmx.kernels.on_gpu import on_gpu
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -30,11 +30,6 @@ TOKENS = 32
 """Tokens that a program of a prompt has."""
 CHANNELS = 128
 """Channels that a program has."""
-
-
-def on_gpu(context: OpContext) -> bool | str:
-    """A `supports` for kernels that any GPU can run."""
-    return True if context.device == "cuda" else f"runs on a GPU, not on {context.device}"
 
 
 if SUPPORTED is True:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllmx.ir.op import OpContext
 from vllmx.ir.ops.linear import linear
 from vllmx.kernels.dependent_launch import after_the_last
+from vllmx.kernels.on_gpu import on_gpu
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -26,10 +26,6 @@ if TYPE_CHECKING or has("triton"):
     SUPPORTED: bool | str = True
 else:
     SUPPORTED = "the package triton is not installed"
-
-
-def _on_gpu(context: OpContext) -> bool | str:
-    return True if context.device == "cuda" else f"runs on a GPU, not on {context.device}"
 
 
 if SUPPORTED is True:
@@ -88,7 +84,7 @@ def tile_of(num_outputs: int, num_inputs: int, itemsize: int) -> tuple[int, int,
 
 
 @linear.register_impl(
-    "triton_fixed", supported=SUPPORTED, supports=_on_gpu, batch_invariant=("cuda",)
+    "triton_fixed", supported=SUPPORTED, supports=on_gpu, batch_invariant=("cuda",)
 )
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()

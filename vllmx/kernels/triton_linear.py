@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from vllmx.ir.op import OpContext
 from vllmx.ir.ops.fused_linear import linear_add, rms_norm_gated_linear, rms_norm_linear
 from vllmx.kernels.dependent_launch import after_the_last
+from vllmx.kernels.on_gpu import on_gpu
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -34,10 +34,6 @@ MAX_ROWS = 32
 ENOUGH_PROGRAMS = 128
 MAX_STEPS = 4
 """Tiles that a program goes through, one after another."""
-
-
-def _on_gpu(context: OpContext) -> bool | str:
-    return True if context.device == "cuda" else f"runs on a GPU, not on {context.device}"
 
 
 if SUPPORTED is True:
@@ -303,7 +299,7 @@ def _in_pieces(
 
 
 def _register(op: Any, fn: Any) -> None:
-    op.register_impl("triton", supported=SUPPORTED, supports=_on_gpu, prepare=FewRowsWeight)(fn)
+    op.register_impl("triton", supported=SUPPORTED, supports=on_gpu, prepare=FewRowsWeight)(fn)
 
 
 def _linear_add(x: Tensor, residual: Tensor, prepared: FewRowsWeight) -> tuple[Tensor, Tensor]:

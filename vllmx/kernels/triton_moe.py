@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from vllmx.ir.op import OpContext
 from vllmx.ir.ops.fused_moe import ACTIVATIONS, fused_experts
 from vllmx.kernels.dependent_launch import after_the_last
+from vllmx.kernels.on_gpu import on_gpu
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -28,10 +28,6 @@ if TYPE_CHECKING or has("triton"):
     SUPPORTED: bool | str = True
 else:
     SUPPORTED = "the package triton is not installed"
-
-
-def _on_gpu(context: OpContext) -> bool | str:
-    return True if context.device == "cuda" else f"runs on a GPU, not on {context.device}"
 
 
 if SUPPORTED is True:
@@ -339,7 +335,7 @@ def _columns(inputs: int, tiles: Tiles) -> int:
     return min(tiles.columns, max(triton.next_power_of_2(inputs), 16))
 
 
-@fused_experts.register_impl("triton", supported=SUPPORTED, supports=_on_gpu)
+@fused_experts.register_impl("triton", supported=SUPPORTED, supports=on_gpu)
 def _fused_experts(
     hidden_states: Tensor,
     w13_weight: Tensor,

@@ -17,6 +17,7 @@ from vllmx.ir.ops.activation import gelu_and_mul, silu_and_mul
 from vllmx.ir.ops.layernorm import fused_add_rms_norm, rms_norm
 from vllmx.ir.ops.rotary import rotary_embedding
 from vllmx.kernels.dependent_launch import after_the_last
+from vllmx.kernels.on_gpu import on_gpu
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -31,13 +32,11 @@ MAX_ROW = 65536
 """Longest row that one program holds in registers."""
 
 
-def _on_gpu(context: OpContext) -> bool | str:
-    if context.device != "cuda":
-        return f"runs on a GPU, not on {context.device}"
+def _holds_rows(context: OpContext) -> bool | str:
     hidden_size = context.facts.get("hidden_size", 0)
-    if hidden_size > MAX_ROW:
+    if context.device == "cuda" and hidden_size > MAX_ROW:
         return f"holds at most {MAX_ROW} elements of a row, not {hidden_size}"
-    return True
+    return on_gpu(context)
 
 
 if SUPPORTED is True:
@@ -166,7 +165,7 @@ if SUPPORTED is True:
 
 ROW_BY_ROW: dict[str, Any] = {
     "supported": SUPPORTED,
-    "supports": _on_gpu,
+    "supports": _holds_rows,
     "batch_invariant": ("cuda",),
 }
 """A program has a row, or a part of one; it knows of no other."""

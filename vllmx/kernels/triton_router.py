@@ -14,6 +14,7 @@ from torch import Tensor
 from vllmx.ir.op import OpContext
 from vllmx.ir.ops.fused_moe import grouped_topk, topk_softmax
 from vllmx.kernels.dependent_launch import after_the_last
+from vllmx.kernels.on_gpu import on_gpu
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -25,11 +26,11 @@ else:
     SUPPORTED = "the package triton is not installed"
 
 
-def _on_gpu(context: OpContext) -> bool | str:
-    if context.device != "cuda":
-        return f"runs on a GPU, not on {context.device}"
+def _without_groups(context: OpContext) -> bool | str:
     groups = context.facts.get("num_expert_group", 1)
-    return True if groups == 1 else f"knows of no groups of experts, and there are {groups}"
+    if context.device == "cuda" and groups != 1:
+        return f"knows of no groups of experts, and there are {groups}"
+    return on_gpu(context)
 
 
 if SUPPORTED is True:
@@ -114,14 +115,14 @@ def _route(
 
 
 @topk_softmax.register_impl(
-    "triton", supported=SUPPORTED, supports=_on_gpu, batch_invariant=("cuda",)
+    "triton", supported=SUPPORTED, supports=_without_groups, batch_invariant=("cuda",)
 )
 def _topk_softmax(gating_output: Tensor, topk: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     return _route(gating_output, topk, renormalize, True, 1.0, None)
 
 
 @grouped_topk.register_impl(
-    "triton", supported=SUPPORTED, supports=_on_gpu, batch_invariant=("cuda",)
+    "triton", supported=SUPPORTED, supports=_without_groups, batch_invariant=("cuda",)
 )
 def _grouped_topk(
     gating_output: Tensor,
