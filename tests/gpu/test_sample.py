@@ -67,7 +67,11 @@ def test_log_probabilities_are_those_of_torch(dtype: torch.dtype) -> None:
     got = get_sampler_ops("cuda", provider="triton").token_logprobs(logits, ids)
     torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=2e-5)
     if dtype == torch.float32:
-        assert got[1].tolist() == want[1].tolist()
+        # The last bit of a row's normaliser decides which of its neighbours round to a token's own.
+        every = logits.double().log_softmax(-1)[:, None, :]
+        own = every[:, 0].gather(1, ids)[:, :, None]
+        above, not_below = ((every > own + e).sum(-1) for e in (2e-6, -2e-6))
+        assert ((above < got[1]) & (got[1] <= not_below)).all()
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])

@@ -188,23 +188,13 @@ def test_rows_may_lie_apart_and_states_in_pages() -> None:
         assert torch.equal(apart[state], inputs[state])
 
 
-REFUSED_ON_A_GPU = {
-    ("fused_post_conv_prep", torch.float32),
-    ("recurrent_gated_delta_rule", torch.float32),
-    ("recurrent_gated_delta_rule", torch.bfloat16),
-    ("chunk_gated_delta_rule", torch.bfloat16),
-}
-"""What an H200 showed to be wrong, with Triton 3.6 (reports/gpu/lane.md)."""
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_gpu_takes_them_and_says_why_not(dtype: torch.dtype) -> None:
     ops = OpTable(KernelConfig(), "cuda", dtype)
     for op in NAMES:
         impl = OPS[op].impls["triton"]
         if impl.supported is True:
-            want = "torch" if (op, dtype) in REFUSED_ON_A_GPU else "triton"
-            assert ops.choose(op, head_k_dim=128, head_v_dim=128).provider == want
+            assert ops.choose(op, head_k_dim=128, head_v_dim=128).provider == "triton"
         assert impl.supports(OpContext("cpu", dtype)) == "runs on a GPU, not on cpu"
     huge = OpContext("cuda", dtype, {"head_k_dim": 512, "head_v_dim": 128})
     for op in NAMES[2:]:

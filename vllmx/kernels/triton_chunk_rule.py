@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vllmx.ir.ops.gated_delta_rule import CHUNK_SIZE, chunk_gated_delta_rule
 from vllmx.kernels.triton_conv1d import find_tile
-from vllmx.kernels.triton_delta_rule import SUPPORTED, head_sizes, holds_heads_but
+from vllmx.kernels.triton_delta_rule import STATE_ROWS, SUPPORTED, head_sizes, holds_heads
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -206,13 +206,11 @@ if SUPPORTED is True:
         tl.store(of_state, state.to(state_ptr.dtype.element_ty), mask=in_state)
 
 
-NARROW = holds_heads_but(
-    "reads outside of its tensors in 16 bits on an H200", torch.bfloat16, torch.float16
-)
-"""What is left is float32, in which nothing asks for chunks."""
+CHUNK_ROWS = 64
+"""Rows of a head's matrix that a program has where activations have 16 bits."""
 
 
-@chunk_gated_delta_rule.register_impl("triton", supported=SUPPORTED, supports=NARROW)
+@chunk_gated_delta_rule.register_impl("triton", supported=SUPPORTED, supports=holds_heads)
 def _chunk_gated_delta_rule(
     q: Tensor,
     k: Tensor,
@@ -230,8 +228,12 @@ def _chunk_gated_delta_rule(
     head_v, head_k = ssm_state.shape[2:]
     num_reqs = len(state_indices)
     sizes: dict[str, Any] = head_sizes(q.shape[1], heads, head_k, head_v)
-    # A product of matrices needs 16 of each.
-    sizes["COLUMNS"], sizes["ROWS"] = max(sizes["COLUMNS"], 16), max(sizes["ROWS"], 16)
+    half = q.element_size() == 2
+    # A product of matrices needs 16 of each. In 16 bits Triton 3.6's code for an H200 is wrong, and
+    # reads outside of the tensors, with fewer than 128 columns or in one stage; of what is right,
+    # 64 rows are the fastest (reports/gpu/lane.md).
+    sizes["COLUMNS"] = max(sizes["COLUMNS"], 128 if half else 16)
+    sizes["ROWS"] = max(min(triton.next_power_of_2(head_v), CHUNK_ROWS if half else STATE_ROWS), 16)
     wide = {"CHUNK": CHUNK_SIZE, "WIDE": q.device.type == "cpu"}
     of_all = {name: sizes[name] for name in ("KEY_HEADS", "VALUE_HEADS", "KEY_SIZE", "COLUMNS")}
     inverse = torch.empty((tokens, heads, CHUNK_SIZE), dtype=torch.float32, device=q.device)
@@ -255,7 +257,6 @@ def _chunk_gated_delta_rule(
         num_warps=4,
     )
     out = torch.empty_like(v)
-    half = q.element_size() == 2
     _chunk_states_kernel[(triton.cdiv(head_v, sizes["ROWS"]), heads, num_reqs)](
         q,
         k,
