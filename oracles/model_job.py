@@ -51,7 +51,8 @@ class Job:
 
 @dataclass
 class Answer:
-    """What an oracle found: scores by position, and the stream of the last sequence."""
+    """What an oracle found: scores by position, and the stream of the last sequence; `runner` is
+    upstream's model runner that answered, where it is upstream's."""
 
     sequences: list[list[int]]
     ids: list[np.ndarray] = field(default_factory=list)
@@ -60,6 +61,7 @@ class Answer:
     top: list[int] = field(default_factory=list)
     stream: list[np.ndarray] = field(default_factory=list)
     taps: dict[str, np.ndarray] = field(default_factory=dict)
+    runner: str = ""
 
     def add(self, ids: np.ndarray, val: np.ndarray, following: float, top: int) -> None:
         """Take in one position."""
@@ -119,6 +121,8 @@ def main(
     job = Job(**json.loads(args.job.read_text()))
     answer = compute(job)
     told = {**describe(), "numpy": np.__version__, "command": f"python -m oracles.{name}"}
+    if answer.runner:
+        told["runner"] = answer.runner
     if answer.taps:
         told["steps"] = [n.removeprefix("f64.") for n in answer.taps if n.startswith("f64.")]
     save_file(answer.tensors(job), str(args.out), {"oracle": json.dumps(told, sort_keys=True)})

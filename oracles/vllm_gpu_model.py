@@ -2,8 +2,9 @@
 """Oracle: whole models in upstream vLLM on a GPU, bfloat16, as CUDA graphs and eagerly.
 
 `python -m oracles.vllm_gpu_model JOB OUT [--eager]`, where upstream's CUDA build and a GPU are; the
-files are described in oracles/model_job.py. The second model runner answers. How far its eager
-steps are from its graphs is the noise that a verdict on a GPU must know.
+files are described in oracles/model_job.py. The golden says which of upstream's model runners
+answered: its second, but for hybrids and most experts. How far eager steps are from graphs is the
+noise that a verdict on a GPU must know.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from oracles import vllm_pin
+from oracles import gdn_reference, vllm_pin
 from oracles.model_job import Answer, Job, main
 from oracles.vllm_gpu_ops import available
 from oracles.vllm_model import answer_of
@@ -23,9 +24,16 @@ SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_NO_USAGE_STATS": "1",
 }
 EAGER = "--eager"
+OPTIONS = {
+    "dtype": "bfloat16",
+    "kv_cache_memory_bytes": 2 << 30,
+    # Looked at before anything is loaded, although it says nothing where the cache's size is
+    # given: with more, engines that start side by side refuse one another.
+    "gpu_memory_utilization": 0.05,
+}
 
 
 def describe() -> dict[str, Any]:
@@ -40,7 +48,6 @@ def describe() -> dict[str, Any]:
         "callable": "vllm.LLM.generate",
         "torch": torch.__version__,
         "device": f"{torch.cuda.get_device_name()} cuda {torch.version.cuda}",
-        "runner": "v2",
         "reps": 1,
     }
 
@@ -48,8 +55,11 @@ def describe() -> dict[str, Any]:
 def compute(job: Job) -> Answer:
     """Continue and score the sequences of `job`."""
     os.environ.update(SETTINGS)
-    eager = EAGER in sys.argv
-    return answer_of(job, dtype="bfloat16", enforce_eager=eager, kv_cache_memory_bytes=2 << 30)
+    options: dict[str, Any] = {**OPTIONS, "enforce_eager": EAGER in sys.argv}
+    if gdn_reference.is_hybrid(Path(job.folder)):
+        # FlashInfer's, the default of Hopper, is compiled for minutes at its first call.
+        options["gdn_prefill_backend"] = "triton"
+    return answer_of(job, stream=False, **options)
 
 
 if __name__ == "__main__":

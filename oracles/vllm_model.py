@@ -49,7 +49,6 @@ def describe() -> dict[str, Any]:
         "callable": "vllm.LLM.generate",
         "torch": torch.__version__,
         "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
-        "runner": "v1",
         "reps": 1,
     }
 
@@ -59,11 +58,11 @@ def compute(job: Job) -> Answer:
     os.environ.update(SETTINGS)
     if gdn_reference.is_hybrid(Path(job.folder)):
         gdn_reference.patch()
-    return answer_of(job, dtype="float32", enforce_eager=True)
+    return answer_of(job, stream=True, dtype="float32", enforce_eager=True)
 
 
-def answer_of(job: Job, **options: Any) -> Answer:
-    """What an engine with these options says; `stream` needs one that runs eagerly."""
+def answer_of(job: Job, stream: bool, **options: Any) -> Answer:
+    """What an engine with these options says; `stream`, which only one that runs eagerly has."""
     from vllm import LLM, SamplingParams
 
     if gdn_reference.is_nested(Path(job.folder)):
@@ -84,7 +83,8 @@ def answer_of(job: Job, **options: Any) -> Answer:
     sequences = [
         [*prompt, *answer.outputs[0].token_ids] for prompt, answer in zip(job.prompts, answers)
     ]
-    answer = Answer(sequences + job.forced)
+    second = llm.llm_engine.vllm_config.use_v2_model_runner
+    answer = Answer(sequences + job.forced, runner="v2" if second else "v1")
     scoring = SamplingParams(
         temperature=0.0, max_tokens=1, prompt_logprobs=job.top_k, detokenize=False
     )
@@ -94,7 +94,7 @@ def answer_of(job: Job, **options: Any) -> Answer:
             top = [(token, entry.logprob) for token, entry in ranked if entry.rank <= job.top_k]
             ids, values = zip(*top[: job.top_k])
             answer.add(np.array(ids), np.array(values), scored[following].logprob, ids[0])
-    if options["enforce_eager"]:
+    if stream:
         answer.stream = _stream(llm, answer.sequences[-1])
     return answer
 

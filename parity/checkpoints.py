@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .golden import GoldenError
 from .model_table import ModelEntry
-from .oracle_process import OracleBlocked, python_of
+from .oracle_process import OracleBlocked, python_of, search_path
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = Path.home() / ".cache" / "vllmx" / "checkpoints"
@@ -39,7 +39,7 @@ def oracle_folder(entry: ModelEntry) -> Path:
 
     def convert(made: Path) -> None:
         argv = [python_of("hf_model"), "-m", "oracles.gguf_checkpoint", str(source), str(made)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": search_path("hf_model")}
         run = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True)
         if run.returncode:
             raise GoldenError(f"oracles.gguf_checkpoint {source}: {run.stderr[-1000:]}")

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,3 +261,10 @@ def declined(folder: Path) -> dict[str, str]:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise GoldenError(f"{path.name} is damaged: {error}") from error
+
+
+def write_declined(folder: Path, asked: Set[str], found: Mapping[str, str]) -> None:
+    """Replace what is known of the goldens `asked` by what was `found`; of others it stays."""
+    others = {name: why for name, why in declined(folder).items() if name not in asked}
+    text = json.dumps({**others, **found}, indent=1, sort_keys=True)
+    (folder / REFUSED).write_text(text + "\n")

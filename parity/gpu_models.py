@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,40 +28,54 @@ from .oracle_process import OracleBlocked, call
 ORACLE = "vllm_gpu_model"
 FOLDER = golden.GOLDENS / "models_gpu"
 GRAPH, EAGER = "graph", "eager"
+TOP_K = 10
+"""Ids of a position that are kept; gpu_tokens.py compares fewer."""
+SIDE_BY_SIDE = 6
+"""Models that are asked at a time: an engine compiles on the CPU for most of its life, and takes
+some 5 GB of the GPU."""
 KEPT = ("lp.val", "lp.next", "lp.top")
 """What the eager lane adds: tokens and ids are those of the graphs."""
 
 
 def record(select: str | None, check: bool, folder: Path = FOLDER) -> int:
-    """Record the selected models; returns the exit code of the verb."""
+    """Record the selected models, several at a time; returns the gravest exit code of any."""
     words = [word.strip() for word in (select or "").split(",")]
     chosen = [
         entry
         for entry in MODELS.values()
         if any(name.startswith(word) for name in (entry.feature, entry.name) for word in words)
     ]
-    changed = 0
-    for entry in chosen:
-        try:
-            answers = ask_both(entry)
-        except GoldenError as error:
-            print(f"{entry.name}: {error}")
-            return 3 if isinstance(error, OracleBlocked) else 2
-        for way, data in answers.items():
-            path = folder / entry.name / f"{way}.safetensors"
-            same = path.is_file() and path.read_bytes() == data
-            changed += not same
-            print(f"models_gpu/{entry.name}/{path.name}: {'same' if same else 'new'}")
-            if not check and not same:
-                golden.write(path, data, golden.MODEL_MAX_BYTES)
+    if not chosen:
+        print(f"no model is called like {select}; they are {', '.join(MODELS)}")
+        return 2
+    codes, changed = [], 0
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        asked = {pool.submit(ask_both, entry): entry for entry in chosen}
+        for future in as_completed(asked):
+            name = asked[future].name
+            try:
+                answers = future.result()
+            except GoldenError as error:
+                print(f"{name}: {error}", flush=True)
+                codes.append(3 if isinstance(error, OracleBlocked) else 2)
+                continue
+            for way, data in answers.items():
+                path = folder / name / f"{way}.safetensors"
+                same = path.is_file() and path.read_bytes() == data
+                changed += not same
+                told = f"models_gpu/{name}/{path.name}: {'same' if same else 'new'}"
+                print(f"{told}, {len(data)} bytes", flush=True)
+                if not check and not same:
+                    golden.write(path, data, golden.MODEL_MAX_BYTES)
     if changed and not check:
         golden.write_index(folder)
-    return 2 if not chosen else int(check and changed > 0)
+    codes.append(int(check and changed > 0))
+    return next((code for code in (2, 3, 1) if code in codes), 0)
 
 
 def ask_both(entry: ModelEntry) -> dict[str, bytes]:
     """The bytes of both lanes; GoldenError where the eager one scored other ids."""
-    job = entry.job(str(oracle_folder(entry)))
+    job = {**entry.job(str(oracle_folder(entry))), "top_k": TOP_K}
     first, told = _ask(job)
     found = {GRAPH: pack_answer(entry, told["lane"], first, told)}
     sequences = [first["tokens"][a:b].tolist() for a, b in pairwise(first["offsets"])]

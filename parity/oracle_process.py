@@ -68,9 +68,17 @@ def python_of(oracle: str) -> str:
     return os.environ.get("VLLMX_ORACLE_PYTHON") or str(ROOT / ".venv-oracle" / "bin" / "python")
 
 
+def search_path(oracle: str) -> str:
+    """PYTHONPATH of an oracle: the checkout, and what this process has been given beside it where
+    they share an environment."""
+    shared = os.environ.get("PYTHONPATH") if oracle not in OWN_ENVIRONMENT else None
+    return os.pathsep.join(filter(None, (str(ROOT), shared)))
+
+
 def call(oracle: str, *arguments: Path, seconds: float = SECONDS, **environment: str) -> None:
     """Run an oracle; OracleBlocked where it can't run here, GoldenError where it fails."""
-    environment = {**ANYWHERE, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0", **environment}
+    fixed = {**ANYWHERE, "PYTHONPATH": search_path(oracle), "PYTHONHASHSEED": "0"}
+    environment = {**fixed, **environment}
     python = python_of(oracle)
     if not Path(python).is_file():
         raise OracleBlocked(f"{oracle}: there is no {python}; make it with `nox -s oracle`")

@@ -12,7 +12,6 @@ would change.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -221,8 +220,7 @@ def record(
             print(f"{recorded.golden}: another floor, the limits are multiples of it")
     if floors and not check:
         if ops is not None:
-            text = json.dumps(declined, indent=1, sort_keys=True)
-            (folder / golden.REFUSED).write_text(text + "\n")
+            golden.write_declined(folder, {r.golden for r in answers.answers}, declined)
         calibrate.write(floors, folder)
         golden.write_index(folder)
     for reason in answers.reasons:

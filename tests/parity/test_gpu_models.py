@@ -8,11 +8,11 @@ import pytest
 from checkpoints import build_engine
 from safetensors.numpy import save_file
 
-from parity import gpu_models, gpu_tokens
+from parity import gpu_models, gpu_tokens, oracle_process
 from parity.checkpoints import tiny_folder
 from parity.golden import GoldenError
 from parity.model_table import MODELS
-from parity.oracle_process import OracleBlocked
+from parity.oracle_process import OracleBlocked, search_path
 
 NAME = "tiny-llama"
 LENGTHS = (7, 12)
@@ -58,6 +58,7 @@ def test_eager_steps_are_asked_what_the_graphs_said(oracle, tmp_path, capsys) ->
     assert no_words == [] and words == ["--eager"]
     assert first["prompts"] and not second["prompts"]
     assert [len(sequence) for sequence in second["forced"]] == list(LENGTHS)
+    assert first["top_k"] == second["top_k"] == gpu_models.TOP_K
     lanes = gpu_models.load(NAME, tmp_path)
     graph, eager = (lanes[way].tensors["lp.val"].data for way in ("graph", "eager"))
     difference = eager - graph
@@ -65,6 +66,20 @@ def test_eager_steps_are_asked_what_the_graphs_said(oracle, tmp_path, capsys) ->
     assert np.allclose(difference[:, :-1], 0.25)
     assert gpu_models.record(NAME, check=True, folder=tmp_path) == 1, "random tokens, other bytes"
     assert "models_gpu/tiny-llama/graph.safetensors: new" in capsys.readouterr().out
+
+
+def test_what_one_model_says_does_not_keep_others_from_being_asked(
+    oracle, tmp_path, monkeypatch, capsys
+) -> None:
+    def ask(entry, really=gpu_models.ask_both):
+        if entry.name == "tiny-llama":
+            raise GoldenError("vllm_gpu_model ended with 1: out of memory")
+        return really(entry)
+
+    monkeypatch.setattr(gpu_models, "ask_both", ask)
+    assert gpu_models.record("tiny-llama,tiny-qwen3_moe", check=False, folder=tmp_path) == 2
+    assert "tiny-llama: vllm_gpu_model ended with 1: out of memory" in capsys.readouterr().out
+    assert gpu_models.load("tiny-qwen3_moe", tmp_path).keys() == {"graph", "eager"}
 
 
 def test_without_a_gpu_it_is_blocked(monkeypatch, tmp_path, capsys) -> None:
@@ -75,6 +90,7 @@ def test_without_a_gpu_it_is_blocked(monkeypatch, tmp_path, capsys) -> None:
     assert gpu_models.record(NAME, check=False, folder=tmp_path) == 3
     assert "no GPU" in capsys.readouterr().out
     assert gpu_models.record("nothing", check=False, folder=tmp_path) == 2
+    assert "tiny-qwen3" in capsys.readouterr().out, "what could have been said"
 
 
 def test_ours_is_measured_by_upstreams_noise(oracle, tmp_path, monkeypatch) -> None:
@@ -90,6 +106,44 @@ def test_ours_is_measured_by_upstreams_noise(oracle, tmp_path, monkeypatch) -> N
         "max": 0.25,
     }
     assert 0 < told["ours, forced"]["positions"] <= positions * gpu_tokens.LIKELIEST
+    assert any(fault.startswith("mean ") for fault in told["faults"]), "the stand-in made them up"
+
+
+def test_a_verdict_is_upstreams_noise_and_no_token_of_the_lists_is_lost() -> None:
+    noise = {"positions": 600, "mean": 0.05, "p99": 0.2}
+
+    def faults(mean: float, p99: float, positions: int = 600) -> list[str]:
+        ours = {"positions": positions, "mean": mean, "p99": p99}
+        return gpu_tokens.faults(ours, noise, 600)
+
+    assert faults(0.07, 0.39) == []
+    assert faults(0.08, 0.39) == ["mean 0.08, 0.075 allowed"]
+    assert faults(0.07, 0.41) == ["p99 0.41, 0.4 allowed"]
+    assert faults(0.07, 0.39, 590) == ["10 of 600 tokens are not in our lists"]
+    assert faults(float("nan"), 0.1), "what is no number is no pass"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "give --golden, or --model, --lanes and --prompts"),
+        (["--golden", "tiny-lama"], "no model is called tiny-lama; they are smollm2-135m,"),
+    ],
+)
+def test_what_is_to_be_measured_must_be_said(words, told, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_tokens", "--out", "x.json", *words])
+    with pytest.raises(SystemExit) as ended:
+        gpu_tokens.main()
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_oracles_of_our_own_environment_are_given_what_we_were(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/dependencies")
+    assert search_path("hf_model") == f"{oracle_process.ROOT}:/dependencies"
+    assert search_path("vllm_gpu_model") == str(oracle_process.ROOT), "upstream shares nothing"
+    monkeypatch.delenv("PYTHONPATH")
+    assert search_path("hf_model") == str(oracle_process.ROOT)
 
 
 def test_a_golden_that_was_changed_is_not_read(oracle, tmp_path) -> None:
