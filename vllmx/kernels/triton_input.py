@@ -30,7 +30,11 @@ ARGMAX_COLUMNS = 4096
 
 if SUPPORTED is True:
 
-    @triton.jit(do_not_specialize=["count"])
+    @triton.jit(
+        do_not_specialize=["count"],
+        # Parts of one packed copy begin anywhere; a second kernel would be compiled under load.
+        do_not_specialize_on_alignment=["places_ptr", "values_ptr"],
+    )
     def _apply_writes_kernel(out_ptr, places_ptr, values_ptr, count, BLOCK: tl.constexpr):
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         inside = i < count
