@@ -108,6 +108,36 @@ def rotary_embedding(
 
 
 @truth
+def mrotary_embedding(
+    positions: np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray | None,
+    head_size: int,
+    cos_sin_cache: np.ndarray,
+    mrope_section: list[int],
+    mrope_interleaved: bool,
+    is_neox_style: bool,
+) -> Outputs:
+    """query, key: each angle by the position that is meant for it, one after another."""
+    time, height, width = mrope_section
+    half = time + height + width
+    rows = np.empty((positions.shape[1], 2 * half))
+    for angle in range(half):
+        axis = 0 if angle < time else 1 if angle < time + height else 2
+        if mrope_interleaved:
+            axis = angle % 3
+            if angle >= 3 * (time, height, width)[axis]:
+                axis = 0
+        for column in (angle, half + angle):
+            rows[:, column] = cos_sin_cache[positions[axis], column]
+    cos, sin = _halves(rows[:, None, :])
+    found = {"query": _turned(query, cos, sin, head_size, is_neox_style)}
+    if key is not None:
+        found["key"] = _turned(key, cos, sin, head_size, is_neox_style)
+    return found
+
+
+@truth
 def linear(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> Outputs:
     """out: x @ weight.T + bias."""
     return {"out": x @ weight.T + (0.0 if bias is None else bias)}
@@ -213,6 +243,7 @@ def paged_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     sinks: np.ndarray | None = None,
+    attention_chunk_size: int | None = None,
 ) -> Outputs:
     """out: token by token and head by head, each over the keys it sees and the head's sink."""
     out = np.empty_like(query)
@@ -226,6 +257,8 @@ def paged_attention(
         for place in range(first, last):
             newest = length - (last - place)
             oldest = 0 if sliding_window is None else max(newest - sliding_window + 1, 0)
+            if attention_chunk_size is not None:
+                oldest = newest - newest % attention_chunk_size
             for head in range(query.shape[1]):
                 seen = keys[oldest : newest + 1, head // group]
                 score = seen @ query[place, head] * scale

@@ -147,10 +147,16 @@ def paged_attention(
     sliding_window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None = None,
+    attention_chunk_size: int | None = None,
 ) -> Tensors:
     """FlashAttention over the paged cache, as the backend of that name calls it."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
+    if attention_chunk_size is not None:
+        batch = (query_start_loc, seq_lens, block_table)
+        query_start_loc, seq_lens, block_table = vllm_ops.pieces(
+            *batch, attention_chunk_size, key_cache.shape[1]
+        )
     window = [-1, -1] if sliding_window is None else [sliding_window - 1, 0]
     # Pages beyond a request's length hold NaN, which the kernel multiplies by a weight of zero.
     caches = (torch.nan_to_num(cache) for cache in (key_cache, value_cache))

@@ -7,6 +7,7 @@ described in oracles/model_job.py. The wheel has no Triton, so the first model r
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -56,9 +57,34 @@ def describe() -> dict[str, Any]:
 def compute(job: Job) -> Answer:
     """Continue and score the sequences of `job`."""
     os.environ.update(SETTINGS)
+    _give_sinks_as_bfloat16()
     if gdn_reference.is_hybrid(Path(job.folder)):
         gdn_reference.patch()
-    return answer_of(job, stream=True, dtype="float32", enforce_eager=True)
+    blocks = _blocks(Path(job.folder))
+    return answer_of(job, stream=True, dtype="float32", enforce_eager=True, **blocks)
+
+
+def _blocks(folder: Path) -> dict[str, Any]:
+    """Blocks that chunks of local attention are whole numbers of; others are upstream's own."""
+    config = json.loads((folder / "config.json").read_text())
+    return {"block_size": 32} if config.get("attention_chunk_size") else {}
+
+
+def _give_sinks_as_bfloat16() -> None:
+    """Upstream's CPU kernel takes attention sinks in bfloat16 alone, whatever the model is in: the
+    same numbers are given so, and others than bfloat16 holds are refused."""
+    from vllm import _custom_ops as ops
+
+    kernel = ops.cpu_attention_with_kv_cache
+
+    def attention(*args: Any, s_aux: Any = None, **others: Any) -> Any:
+        if s_aux is not None:
+            rounded = s_aux.bfloat16()
+            assert (rounded.to(s_aux.dtype) == s_aux).all(), "sinks that bfloat16 cannot hold"
+            s_aux = rounded
+        return kernel(*args, s_aux=s_aux, **others)
+
+    ops.cpu_attention_with_kv_cache = attention
 
 
 def answer_of(job: Job, stream: bool, **options: Any) -> Answer:

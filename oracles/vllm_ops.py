@@ -206,6 +206,41 @@ def rotary_embedding_kernel(
     return {name: value for name, value in (("query", query), ("key", key)) if value is not None}
 
 
+@ORACLE.lane(
+    "mrotary_embedding",
+    "layer-native",
+    f"{LAYERS}.rotary_embedding.MRotaryEmbedding.forward_native",
+)
+def mrotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    mrope_section: list[int],
+    mrope_interleaved: bool,
+    is_neox_style: bool,
+) -> Tensors:
+    """The layer's own torch code over a given table."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import MRotaryEmbedding
+
+    with set_current_vllm_config(VllmConfig()):
+        layer = MRotaryEmbedding(
+            head_size,
+            cos_sin_cache.shape[-1],
+            len(cos_sin_cache),
+            10000.0,
+            is_neox_style,
+            torch.float32,
+            mrope_section=mrope_section,
+            mrope_interleaved=mrope_interleaved,
+        )
+    layer._match_cos_sin_cache_dtype = lambda query: cos_sin_cache
+    made = layer.forward_native(positions, query, key)
+    return {name: value for name, value in zip(("query", "key"), made) if value is not None}
+
+
 @ORACLE.lane("rope_table", "get_rope", f"{LAYERS}.rotary_embedding.get_rope")
 def rope_table(
     head_size: int, max_position: int, rope_parameters: dict[str, Any], rows: Tensor
@@ -406,6 +441,8 @@ def _by_request(attend: Any, **args: Any) -> Tensor:
         seen = torch.arange(length) <= newest
         if window is not None:
             seen &= torch.arange(length) > newest - window
+        if (chunk := args.get("attention_chunk_size")) is not None:
+            seen &= torch.arange(length) // chunk == newest // chunk
         found = attend(part, keys, values, seen)
         out[starts[row] : starts[row + 1]] = found.transpose(0, 1)
     return out
@@ -431,6 +468,7 @@ def _attention(
     sliding_window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None = None,
+    attention_chunk_size: int | None = None,
 ) -> Tensor:
     from vllm import _custom_ops as ops
 
@@ -452,9 +490,12 @@ def _attention(
     ops.cpu_attn_reshape_and_cache(
         torch.cat(keys), torch.cat(values), *caches, torch.cat(slots), isa
     )
+    if attention_chunk_size is not None:
+        batch = (query_start_loc, seq_lens, table)
+        query_start_loc, seq_lens, table = pieces(*batch, attention_chunk_size, BLOCK_SIZE)
     window = -1 if sliding_window is None else sliding_window
     metadata = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(counts),
+        num_reqs=len(seq_lens),
         num_heads=query.shape[1],
         num_kv_heads=kv_heads,
         head_dim=head_size,
@@ -484,6 +525,29 @@ def _attention(
         s_aux=sinks,
     )
     return out
+
+
+def pieces(
+    query_start_loc: Tensor, seq_lens: Tensor, table: Tensor, chunk: int, block_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The batch as upstream's chunked local attention has it: a request for each piece."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.utils import make_local_attention_virtual_batches
+
+    whole = CommonAttentionMetadata(
+        query_start_loc=query_start_loc,
+        query_start_loc_cpu=query_start_loc.cpu(),
+        seq_lens=seq_lens,
+        _seq_lens_cpu=seq_lens.cpu(),
+        num_reqs=len(seq_lens),
+        num_actual_tokens=int(query_start_loc[-1]),
+        max_query_len=int(query_start_loc.diff().max()),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=table,
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+    )
+    cut, _ = make_local_attention_virtual_batches(chunk, whole, block_size)
+    return cut.query_start_loc, cut.seq_lens, cut.block_table_tensor.contiguous()
 
 
 if __name__ == "__main__":

@@ -129,6 +129,7 @@ class Batch:
     block_size: int = 16
     window: int | None = None
     cap: float | None = None
+    chunk: int | None = None
 
 
 def _places(m: Maker, batch: Batch) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -147,7 +148,8 @@ def _places(m: Maker, batch: Batch) -> tuple[np.ndarray, list[np.ndarray]]:
 
 
 def _attention(m: Maker, batch: Batch, aim: int | None = None, std: float = 1.0) -> Arguments:
-    """aim: the key that each query points at, counted from its newest (0); None: no key."""
+    """aim: the key that each query points at, counted from its newest (0); None: no key. In chunks
+    the queries point at the first key of theirs and at the one before it, in turns."""
     table, slots = _places(m, batch)
     num_blocks = int(sum(-(-n // batch.block_size) for n in batch.seq_lens)) + 3
     shape = (num_blocks * batch.block_size, batch.kv_heads, batch.head_size)
@@ -158,9 +160,13 @@ def _attention(m: Maker, batch: Batch, aim: int | None = None, std: float = 1.0)
     for row, (queries, length) in enumerate(zip(batch.query_lens, batch.seq_lens)):
         keys[slots[row]] = m.normal(f"key{row}", length, *shape[1:])
         values[slots[row]] = m.normal(f"value{row}", length, *shape[1:])
-        if aim is not None:
-            seen = np.arange(length - queries, length)
+        seen = np.arange(length - queries, length)
+        target = None
+        if batch.chunk is not None:
+            target = np.maximum(seen - seen % batch.chunk - seen % 2, 0)
+        elif aim is not None:
             target = np.maximum(seen - aim, 0) if aim >= 0 else np.minimum(seen, -1 - aim)
+        if target is not None:
             pointed = keys[slots[row][target]].repeat(batch.heads // batch.kv_heads, axis=1)
             query[first : first + queries] = 0.2 * query[first : first + queries] + 0.6 * pointed
         first += queries
@@ -175,6 +181,7 @@ def _attention(m: Maker, batch: Batch, aim: int | None = None, std: float = 1.0)
         "scale": batch.head_size**-0.5,
         "sliding_window": batch.window,
         "soft_cap": batch.cap,
+        **({} if batch.chunk is None else {"attention_chunk_size": batch.chunk}),
     }
 
 
@@ -244,6 +251,12 @@ def _(m: Maker) -> Arguments:
     # The kernels that it is recorded from take bfloat16.
     sinks = m.float(np.array([4.0, 0.5, -1.0, -40.0]), "bf16")
     return {**_attention(m, batch), "sinks": sinks}
+
+
+@CASES.add("paged_attention", "chunks", cells=("the key just before the chunk", "chunks of 32"))
+def _(m: Maker) -> Arguments:
+    batch = Batch((1, 1, 1, 1, 40, 9), (31, 32, 33, 250, 40, 70), kv_heads=2, chunk=32)
+    return _attention(m, batch)
 
 
 # ------------------------------------------------- a decode step from the projection on, in one

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllmx.tiny.dense_configs import DENSE_FAMILIES
+from vllmx.tiny.sparse_configs import MORE_SPARSE
 
 from .inputs import Maker
 
@@ -154,6 +155,7 @@ MODELS = {
         ModelEntry("tiny-olmoe", **TINY),
         ModelEntry("tiny-qwen2_moe", **BREADTH),
         ModelEntry("tiny-granitemoe", **BREADTH),
+        *(ModelEntry(name, **BREADTH) for name in sorted(MORE_SPARSE)),
     )
 }
 

@@ -268,6 +268,39 @@ def _(m: Maker) -> Arguments:
     return _rotary(m, [1023], (8, 2), 256, 256)
 
 
+def _mrotary(m: Maker, head_size: int, sections: list[int], interleaved: bool) -> Arguments:
+    """Text, then an image of 3 by 4 whose time stands still, then text after it."""
+    text, image = (
+        np.arange(5),
+        np.stack([np.full(12, 5), 5 + np.arange(12) // 4, 5 + np.arange(12) % 4]),
+    )
+    after = np.arange(9, 13)
+    positions = np.concatenate([np.stack([text] * 3), image, np.stack([after] * 3)], axis=1)
+    positions[:, -1] = (40, 3, 29)
+    given = _rotary(m, positions.max(axis=0).tolist(), (3, 1), head_size, 2 * sum(sections))
+    return {
+        **given,
+        "positions": m.ints(positions),
+        "mrope_section": sections,
+        "mrope_interleaved": interleaved,
+    }
+
+
+@CASES.add("mrotary_embedding", "sections", cells=("an image among text", "head_size=64"))
+def _(m: Maker) -> Arguments:
+    return _mrotary(m, 64, [8, 12, 12], interleaved=False)
+
+
+@CASES.add("mrotary_embedding", "interleaved", cells=("64 of 128 rotated", "time has the rest"))
+def _(m: Maker) -> Arguments:
+    return _mrotary(m, 128, [12, 10, 10], interleaved=True)
+
+
+@CASES.add("mrotary_embedding", "interleaved_most", cells=("sections of unlike length",))
+def _(m: Maker) -> Arguments:
+    return _mrotary(m, 96, [24, 8, 4], interleaved=True)
+
+
 @CASES.add("rotary_embedding", "query_only", cells=("no key",))
 def _(m: Maker) -> Arguments:
     return _rotary(m, list(range(250, 259)), (4, 0), 64, 64)

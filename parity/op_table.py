@@ -103,6 +103,13 @@ OPS = {
             "layer-native",
             outputs=("query", "key"),
         ),
+        _ir(
+            "mrotary_embedding",
+            op_cases.CASES,
+            "rope",
+            "layer-native",
+            outputs=("query", "key"),
+        ),
         _ir("rope_table", rope_cases.CASES, "table", "get_rope"),
         _ir("rms_norm_gated", op_cases.CASES, "norm", "layer-native"),
         _ir("mul_sigmoid", op_cases.CASES, "pointwise", "attention-eager"),

@@ -72,9 +72,17 @@ EXPERTS = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+"""Rotation by sections, as checkpoints of models with eyes say it."""
 HYBRID = {
     "qwen3next_dense": {**LINEAR, "mlp_only_layers": [0, 1, 2, 3], "tie_word_embeddings": False},
-    "qwen3_5": {**LINEAR, "tie_word_embeddings": True},
+    "qwen3_5": {**LINEAR, "tie_word_embeddings": True, "rope_parameters": MROPE},
     "qwen3next": {**LINEAR, **EXPERTS, "mlp_only_layers": [1], "tie_word_embeddings": False},
     "qwen3_5_moe": {**LINEAR, **EXPERTS, "tie_word_embeddings": False},
 }

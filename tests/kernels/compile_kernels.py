@@ -61,7 +61,7 @@ TYPES = {
 NORM = {"HAS_RESIDUAL": True, "HAS_WEIGHT": True, "BLOCK": 1024}
 HEADS = {"HEAD_SIZE": 128, "COLUMNS": 128, "BLOCK_SIZE": 16}
 ATTENTION = {**HEADS, "GROUP": 2, "HAS_CAP": False, "HAS_WINDOW": False, "WIDE": False}
-ATTENTION["HAS_SINKS"] = False
+ATTENTION |= {"HAS_SINKS": False, "IN_CHUNKS": False}
 DECODE = {**ATTENTION, "ROWS": 16, "KEYS": 64}
 PREFILL = {**ATTENTION, "ROWS": 64, "TOKENS": 32, "KEYS": 32, "MASKS_ALL": False}
 FIXED = {"INPUTS": 960, "ROWS": 64, "OUTPUTS": 32, "COLUMNS": 128, "HAS_BIAS": True, "WIDE": False}
@@ -140,6 +140,8 @@ KERNELS: list[Row] = [
     ("triton_attention", "_prefill_kernel", PREFILL, {}),
     ("triton_attention", "_prefill_kernel", PREFILL | {"HAS_SINKS": True}, {}),
     ("triton_attention", "_decode_kernel", DECODE | {"SPLITS": 8, "HAS_SINKS": True}, SINGLE),
+    ("triton_attention", "_prefill_kernel", PREFILL | {"IN_CHUNKS": True}, {}),
+    ("triton_attention", "_decode_kernel", DECODE | {"SPLITS": 8, "IN_CHUNKS": True}, SINGLE),
     ("triton_attention", "_prefill_kernel", PREFILL | {"MASKS_ALL": True}, {}),
     ("triton_fixed_linear", "_fixed_tiles_linear_kernel", FIXED, {}),
     ("triton_attention", "_prefill_kernel", PREFILL | {"HAS_WINDOW": True, "HAS_CAP": True}, {}),

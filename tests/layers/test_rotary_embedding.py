@@ -9,7 +9,7 @@ import torch
 from vllmx.config import KernelConfig
 from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
-from vllmx.layers.rotary_embedding import compute_inv_freq, get_rope
+from vllmx.layers.rotary_embedding import MRotaryEmbedding, compute_inv_freq, get_rope
 from vllmx.models.hf_config import HFConfig
 
 ROPES = {
@@ -132,9 +132,27 @@ def test_a_head_is_not_rotated_beyond_itself_nor_by_halves_of_a_pair(said) -> No
         compute_inv_freq(64, 512, {"rope_type": "default", "rope_theta": 1e4, **said})
 
 
-def test_sections_of_mrope_turn_text_as_plain_rotation_does() -> None:
-    """All three positions of a token of text are the same."""
-    plain = {"rope_type": "default", "rope_theta": 1e6}
-    want, _ = compute_inv_freq(64, 512, plain)
-    got, _ = compute_inv_freq(64, 512, {**plain, "mrope_section": [8, 12, 12]})
-    assert torch.equal(want, got)
+SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_sections_of_mrope_turn_text_as_plain_rotation_does(interleaved) -> None:
+    """Whether a token of text has one position or three that are the same."""
+    ops = OpTable(KernelConfig(), "cpu", torch.float32)
+    plain = get_rope(64, 512, {"rope_type": "default", "rope_theta": 1e6}, ops)
+    parts = get_rope(64, 512, {**SECTIONS, "mrope_interleaved": interleaved}, ops)
+    assert isinstance(parts, MRotaryEmbedding)
+    positions, heads = torch.tensor([0, 7, 500]), torch.randn(3, 128)
+    want = plain(positions, heads, heads[:, :64])
+    for given in (positions, positions.expand(3, 3)):
+        for got, right in zip(parts(given, heads, heads[:, :64]), want):
+            torch.testing.assert_close(got, right, atol=1e-6, rtol=1e-6)
+    moved = torch.stack((positions, positions + 1, positions))
+    assert not torch.allclose(parts(moved, heads)[0], want[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("section", [[16, 16], [8, 12, 11]])
+def test_sections_of_mrope_are_three_and_have_all_angles(section) -> None:
+    ops = OpTable(KernelConfig(), "cpu", torch.float32)
+    with pytest.raises(CheckpointError, match=r"mrope_section is .*add up to 32"):
+        get_rope(64, 512, {**SECTIONS, "mrope_section": section}, ops)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from vllmx import LLM, SamplingParams
 from vllmx.exceptions import CheckpointError
+from vllmx.layers.rotary_embedding import MRotaryEmbedding
 
 
 def sequence(length: int, seed: int = 0) -> list[int]:
@@ -38,6 +39,12 @@ def test_a_prompt_in_one_go_equals_transformers(hybrid: tuple, length: int) -> N
     tokens = sequence(length)
     got = HybridDriver(folder).step({0: tokens})[0]
     torch.testing.assert_close(got, logits_of(twin, tokens), atol=5e-5, rtol=1e-4)
+
+
+def test_sections_of_mrope_are_heeded(tmp_path: Path) -> None:
+    save_tiny("qwen3_5", tmp_path)
+    layers = HybridDriver(tmp_path).model.model.layers
+    assert isinstance(layers[1].self_attn.rotary_emb, MRotaryEmbedding)
 
 
 def test_token_by_token_equals_transformers(hybrid: tuple) -> None:

@@ -16,6 +16,8 @@ from vllmx.ir.op import OpContext
 
 NO_SINKS = "has no attention sinks"
 """Why a backend refuses layers with a score beside those of the keys."""
+NO_CHUNKS = "has no chunked local attention"
+"""Why a backend refuses layers whose tokens see nothing of other chunks than their own."""
 
 
 @dataclass
@@ -77,8 +79,8 @@ class AttentionBackend(ABC):
     @staticmethod
     @abstractmethod
     def refusal(context: OpContext) -> bool | str:
-        """True, or why calls with these facts (head_size, sliding_window, soft_cap, sinks) can't
-        run."""
+        """True, or why calls with these facts (head_size, sliding_window, soft_cap, sinks,
+        attention_chunk_size) can't run."""
 
     @staticmethod
     @abstractmethod
@@ -101,7 +103,7 @@ class AttentionBackend(ABC):
         """Attention of query [num_tokens, num_heads, head_size] to the cache; same shape back.
 
         k_scale, v_scale: as of the op `paged_attention`. A backend that does not refuse the fact
-        `sinks` also takes that argument of the op, by name.
+        `sinks` or `attention_chunk_size` also takes that argument of the op, by name.
         """
 
     @staticmethod
@@ -149,6 +151,7 @@ class AttentionBackend(ABC):
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         sinks: Tensor | None = None,
+        attention_chunk_size: int | None = None,
     ) -> Tensor:
         """This backend as a provider of the op `paged_attention`: build the metadata, then run."""
         starts, lengths = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
@@ -167,4 +170,6 @@ class AttentionBackend(ABC):
         metadata = cls.get_builder_cls()(key_cache.shape[1], query.device).build(common)
         how = (scale, sliding_window, soft_cap, k_scale, v_scale)
         more: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
+        if attention_chunk_size is not None:
+            more["attention_chunk_size"] = attention_chunk_size
         return cls.run(query, key_cache, value_cache, metadata, *how, **more)

@@ -145,6 +145,7 @@ class PrefillTriton(TritonAttentionBackend):
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         sinks: Tensor | None = None,
+        attention_chunk_size: int | None = None,
     ) -> Tensor:
         """See AttentionBackend.run."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -164,6 +165,7 @@ class PrefillTriton(TritonAttentionBackend):
             v_scale,
             masks_all=True,
             sinks=sinks,
+            attention_chunk_size=attention_chunk_size,
         )
         return out
 

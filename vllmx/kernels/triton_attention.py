@@ -143,6 +143,7 @@ if SUPPORTED is True:
         KEYS: tl.constexpr,
         SPLITS: tl.constexpr,
         HAS_WINDOW: tl.constexpr,
+        IN_CHUNKS: tl.constexpr,
         HAS_CAP: tl.constexpr,
         HAS_SINKS: tl.constexpr,
         WIDE: tl.constexpr,
@@ -167,6 +168,8 @@ if SUPPORTED is True:
         start = 0
         if HAS_WINDOW:
             start = tl.maximum(seq_len - window, 0)
+        if IN_CHUNKS:
+            start = tl.maximum(seq_len - 1, 0) // window * window
         first, stop = start, seq_len
         if SPLITS > 1:
             steps = tl.cdiv(tl.cdiv(seq_len - start, KEYS), SPLITS)
@@ -293,6 +296,7 @@ if SUPPORTED is True:
         BLOCK_SIZE: tl.constexpr,
         KEYS: tl.constexpr,
         HAS_WINDOW: tl.constexpr,
+        IN_CHUNKS: tl.constexpr,
         HAS_CAP: tl.constexpr,
         HAS_SINKS: tl.constexpr,
         MASKS_ALL: tl.constexpr,
@@ -331,6 +335,8 @@ if SUPPORTED is True:
         begin = 0
         if HAS_WINDOW:
             begin = tl.maximum(lowest - window + 1, 0) // KEYS * KEYS
+        if IN_CHUNKS:
+            begin = lowest // window * window // KEYS * KEYS
 
         best = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -342,7 +348,7 @@ if SUPPORTED is True:
         factor = _factor(scale, HAS_CAP)
         # Up to here every row sees every key, and no mask is needed.
         whole = begin
-        if not HAS_WINDOW and not MASKS_ALL:
+        if not HAS_WINDOW and not IN_CHUNKS and not MASKS_ALL:
             whole = (lowest + 1) // KEYS * KEYS
             for key in range(0, whole, KEYS):
                 positions = key + tl.arange(0, KEYS)
@@ -391,6 +397,8 @@ if SUPPORTED is True:
             seen = positions[None, :] <= last[:, None]
             if HAS_WINDOW:
                 seen &= positions[None, :] > last[:, None] - window
+            if IN_CHUNKS:
+                seen &= positions[None, :] >= last[:, None] // window * window
             scores = _scores(query, keys, scale, soft_cap, HAS_CAP, WIDE)
             scores = tl.where(seen, scores, float("-inf"))
             best, total, out = _accumulate(best, total, out, scores, factor, values, WIDE, compute)
@@ -420,6 +428,12 @@ def num_splits(programs: int, max_seq_len: int, enough: int) -> int:
     return splits
 
 
+def _width(sliding_window: int | None, attention_chunk_size: int | None) -> int:
+    """The number that says what a token sees; no model has layers with both."""
+    assert sliding_window is None or attention_chunk_size is None
+    return sliding_window or attention_chunk_size or 0
+
+
 def tokens_of_a_tile(group: int, dtype: torch.dtype, head_size: int) -> int:
     """New tokens of a prefill program where `group` query heads of `dtype` share a key head.
 
@@ -443,6 +457,7 @@ def paged_decode(
     v_scale: float,
     splits: int,
     sinks: Tensor | None = None,
+    attention_chunk_size: int | None = None,
 ) -> None:
     """Attention of one new token a request into `out`, [num_reqs, num_heads, head_size] as `query`.
 
@@ -484,7 +499,7 @@ def paged_decode(
         scale,
         v_scale,
         soft_cap or 0.0,
-        sliding_window or 0,
+        _width(sliding_window, attention_chunk_size),
         GROUP=group,
         ROWS=max(triton.next_power_of_2(group), 16),
         HEAD_SIZE=head_size,
@@ -493,6 +508,7 @@ def paged_decode(
         KEYS=keys,
         SPLITS=splits,
         HAS_WINDOW=sliding_window is not None,
+        IN_CHUNKS=attention_chunk_size is not None,
         HAS_CAP=soft_cap is not None,
         HAS_SINKS=sinks is not None,
         WIDE=device.type == "cpu",
@@ -528,6 +544,7 @@ def paged_prefill(
     v_scale: float,
     masks_all: bool = False,
     sinks: Tensor | None = None,
+    attention_chunk_size: int | None = None,
 ) -> None:
     """Attention of the tokens of `tiles` into `out`, [num_tokens, num_heads, head_size] as `query`.
 
@@ -565,7 +582,7 @@ def paged_prefill(
         scale,
         v_scale,
         soft_cap or 0.0,
-        sliding_window or 0,
+        _width(sliding_window, attention_chunk_size),
         GROUP=group,
         TOKENS=tokens,
         ROWS=rows,
@@ -574,6 +591,7 @@ def paged_prefill(
         BLOCK_SIZE=key_cache.shape[1],
         KEYS=keys,
         HAS_WINDOW=sliding_window is not None,
+        IN_CHUNKS=attention_chunk_size is not None,
         HAS_CAP=soft_cap is not None,
         HAS_SINKS=sinks is not None,
         MASKS_ALL=masks_all,

@@ -14,6 +14,7 @@ from vllmx.attention.backend import AttentionBackend
 from vllmx.attention.selector import get_attn_backend
 from vllmx.config import VllmConfig
 from vllmx.core.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     SlidingWindowSpec,
@@ -31,7 +32,8 @@ class Attention(nn.Module):
     `value_cache`, [num_blocks, block_size, num_kv_heads, head_size]. A layer with
     `kv_sharing_target_layer_name` has no cache of its own: it reads what that layer, an earlier
     one of the same shape, has written in the same step. has_sinks: each head has a score beside
-    those of its keys, which `set_sinks` tells.
+    those of its keys, which `set_sinks` tells. attention_chunk_size: sequences are cut every so
+    many tokens, and a token sees its own piece alone.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Attention(nn.Module):
         logits_soft_cap: float | None = None,
         kv_sharing_target_layer_name: str | None = None,
         has_sinks: bool = False,
+        attention_chunk_size: int | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -69,11 +72,16 @@ class Attention(nn.Module):
         self.has_sinks = has_sinks
         if has_sinks:
             facts["sinks"] = True
+        self.attention_chunk_size = attention_chunk_size
+        if attention_chunk_size is not None:
+            facts["attention_chunk_size"] = attention_chunk_size
         self.backend: type[AttentionBackend] = get_attn_backend(
             ops.choose_attention(vllm_config.attention_config.backend, **facts),
             ops.batch_invariant,
         )
         self._run: Callable[..., Tensor] = self.backend.run
+        if attention_chunk_size is not None:
+            self._run = partial(self._run, attention_chunk_size=attention_chunk_size)
         if self.backend.indexes_kv_by_block_stride():
             # Its pages may be padded, or packed with those of other layers.
             facts["strided_blocks"] = True
@@ -92,8 +100,7 @@ class Attention(nn.Module):
     def set_sinks(self, sinks: Tensor) -> None:
         """Use `sinks`, [num_heads], from now on; the layer must have been made with them."""
         assert self.has_sinks and sinks.shape == (self.num_heads,), (self.layer_name, sinks.shape)
-        run: Callable[..., Tensor] = self.backend.run
-        self._run = partial(run, sinks=sinks)
+        self._run = partial(self._run, sinks=sinks)
 
     def release_kv_cache(self) -> None:
         """Let go of the cache, until another is bound."""
@@ -144,6 +151,8 @@ class Attention(nn.Module):
             "kv_quant_mode": get_kv_quant_mode(vllm_config.cache_config.cache_dtype),
             "indexes_kv_by_block_stride": self.backend.indexes_kv_by_block_stride(),
         }
+        if (size := self.attention_chunk_size) is not None:
+            return ChunkedLocalAttentionSpec(**common, attention_chunk_size=size)
         if self.sliding_window is None:
             return FullAttentionSpec(**common)
         return SlidingWindowSpec(**common, sliding_window=self.sliding_window)

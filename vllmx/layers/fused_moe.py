@@ -25,7 +25,8 @@ class FusedMoE(WeightHolder, nn.Module):
 
     use_grouped_topk: a token's experts are of its best `topk_group` of `num_expert_group` groups.
     scoring_func: "softmax" or "sigmoid". e_score_correction_bias: float32 [E], added to the scores
-    that experts are chosen by. routed_scaling_factor: of all weights.
+    that experts are chosen by. routed_scaling_factor: of all weights. apply_router_weight_on_input:
+    the one expert of a token gets it times its weight, and what it returns is not weighted.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class FusedMoE(WeightHolder, nn.Module):
         e_score_correction_bias: Tensor | None = None,
         activation: str = "silu",
         has_bias: bool = False,
+        apply_router_weight_on_input: bool = False,
         ckpt_names: tuple[str, str, str] = ("gate_proj", "down_proj", "up_proj"),
     ) -> None:
         super().__init__()
@@ -52,6 +54,8 @@ class FusedMoE(WeightHolder, nn.Module):
         self.top_k = top_k
         self.ops = ops
         self.activation = activation
+        assert top_k == 1 or not apply_router_weight_on_input
+        self.apply_router_weight_on_input = apply_router_weight_on_input
         self.ckpt_names = ckpt_names
         hidden, inner = hidden_size, intermediate_size
         gate, down, up = ckpt_names
@@ -154,6 +158,9 @@ class FusedMoE(WeightHolder, nn.Module):
     def forward(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
         """hidden_states: [T, H]; router_logits: [T, E] -> [T, H]."""
         weights, ids = self._route(router_logits)
+        if self.apply_router_weight_on_input:
+            hidden_states = (hidden_states * weights).to(hidden_states.dtype)
+            weights = torch.ones_like(weights)
         return self._experts(
             hidden_states,
             self.w13_weight,

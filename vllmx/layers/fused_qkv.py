@@ -35,7 +35,8 @@ class FusedQKV:
         self.norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
         self._qk_norm_rope_cache = ops.bind("qk_norm_rope_cache", **_facts(attn, rotary_emb))
         self._decode = None
-        if attn.backend.joins_decode() and not attn.has_sinks:
+        plain = not attn.has_sinks and attn.attention_chunk_size is None
+        if attn.backend.joins_decode() and plain:
             facts = {
                 **_facts(attn, rotary_emb),
                 "group": attn.num_heads // attn.num_kv_heads,

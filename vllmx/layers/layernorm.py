@@ -12,10 +12,16 @@ from vllmx.layers.parameter import WeightHolder
 
 
 class RMSNorm(WeightHolder, nn.Module):
-    """Root-mean-square norm, optionally of the sum with a residual."""
+    """Root-mean-square norm, optionally of the sum with a residual.
 
-    def __init__(self, hidden_size: int, eps: float, ops: OpTable) -> None:
+    has_weight: whether the checkpoint has one; where it has none, nothing is multiplied with.
+    """
+
+    def __init__(
+        self, hidden_size: int, eps: float, ops: OpTable, *, has_weight: bool = True
+    ) -> None:
         super().__init__()
+        self.is_loaded = not has_weight
         self.hidden_size = hidden_size
         self.variance_epsilon = eps
         self.ops = ops

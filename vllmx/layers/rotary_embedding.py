@@ -34,8 +34,7 @@ class RotaryEmbedding(nn.Module):
         self.head_size = head_size
         self.rotary_dim = 2 * len(inv_freq)
         self.is_neox_style = is_neox_style
-        angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inv_freq)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+        table = table_of(inv_freq, max_position, attention_factor)
         impl = ops.choose(
             "rotary_embedding",
             head_size=head_size,
@@ -54,6 +53,59 @@ class RotaryEmbedding(nn.Module):
         )
 
 
+class MRotaryEmbedding(RotaryEmbedding):
+    """Rotates text as RotaryEmbedding does, and tokens that have three positions by each of them.
+
+    mrope_section: how many angles go by time, by height and by width; interleaved: in turns.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        inv_freq: Tensor,
+        max_position: int,
+        is_neox_style: bool,
+        attention_factor: float,
+        ops: OpTable,
+        *,
+        mrope_section: list[int],
+        mrope_interleaved: bool,
+    ) -> None:
+        super().__init__(head_size, inv_freq, max_position, is_neox_style, attention_factor, ops)
+        if len(mrope_section) != 3 or sum(mrope_section) != len(inv_freq):
+            raise CheckpointError(
+                f"rope parameters: mrope_section is {mrope_section}; three numbers are wanted that "
+                f"add up to {len(inv_freq)}."
+            )
+        self.mrope_section = mrope_section
+        self.mrope_interleaved = mrope_interleaved
+        self.table = table_of(inv_freq, max_position, attention_factor).to(ops.device)
+        self._mrotary_embedding = ops.bind("mrotary_embedding")
+
+    def forward(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """positions: int64 [num_tokens], or [3, num_tokens], time, height and width."""
+        if positions.dim() == 1:
+            return super().forward(positions, query, key)
+        return self._mrotary_embedding(
+            positions,
+            query,
+            key,
+            self.head_size,
+            self.table,
+            self.mrope_section,
+            self.mrope_interleaved,
+            self.is_neox_style,
+        )
+
+
+def table_of(inv_freq: Tensor, max_position: int, attention_factor: float) -> Tensor:
+    """Cosines, then sines, float32 [max_position, 2 * len(inv_freq)], times the factor."""
+    angles = torch.outer(torch.arange(max_position, dtype=torch.float32), inv_freq)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * attention_factor
+
+
 def get_rope(
     head_size: int,
     max_position: int,
@@ -67,7 +119,8 @@ def get_rope(
     rope_parameters has rope_type, rope_theta and what the type needs. A type without a formula
     here raises CheckpointError: plain rotation would be right for short prompts only.
     max_model_len: the longest sequence that the engine takes; null is max_position. LongRoPE has
-    factors of its own for engines beyond the original context.
+    factors of its own for engines beyond the original context. With mrope_section tokens may have
+    three positions each.
     """
     if rope_parameters["rope_type"] == "longrope":
         longest = max_position if max_model_len is None else max_model_len
@@ -75,9 +128,12 @@ def get_rope(
     key = ("rope", head_size, max_position, is_neox_style, repr(sorted(rope_parameters.items())))
     if key not in ops.shared:
         inv_freq, attention_factor = compute_inv_freq(head_size, max_position, rope_parameters)
-        ops.shared[key] = RotaryEmbedding(
-            head_size, inv_freq, max_position, is_neox_style, attention_factor, ops
-        )
+        how = (head_size, inv_freq, max_position, is_neox_style, attention_factor, ops)
+        if (section := rope_parameters.get("mrope_section")) is None:
+            ops.shared[key] = RotaryEmbedding(*how)
+        else:
+            turns = bool(rope_parameters.get("mrope_interleaved", False))
+            ops.shared[key] = MRotaryEmbedding(*how, mrope_section=section, mrope_interleaved=turns)
     return ops.shared[key]
 
 

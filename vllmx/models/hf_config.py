@@ -209,6 +209,9 @@ def _derive_attention(config: HFConfig) -> None:
         )
     if values.get("head_dim") is None:
         values["head_dim"] = hidden // heads
+    if "no_rope_layer_interval" in values and not values.get("no_rope_layers"):
+        period = config.read("no_rope_layer_interval", int)
+        values["no_rope_layers"] = [int((i + 1) % period != 0) for i in range(layers)]
     if values.get("layer_types") is None:
         values["layer_types"] = _layer_types(config, layers)
     if len(values["layer_types"]) != layers:
@@ -225,6 +228,8 @@ def _layer_types(config: HFConfig, layers: int) -> list[str]:
     if values.get("model_type") == "gemma3_text":
         period = values.get("_sliding_window_pattern") or values["sliding_window_pattern"]
         return [full if (i + 1) % period == 0 else sliding for i in range(layers)]
+    if values.get("attention_chunk_size") is not None and "no_rope_layers" in values:
+        return ["chunked_attention" if rotated else full for rotated in values["no_rope_layers"]]
     if values.get("model_type") == "cwm":
         return [full if i % 4 == 0 else sliding for i in range(layers)]
     if values.get("sliding_window") is not None and values.get("model_type") in SLIDING:
@@ -270,6 +275,8 @@ def _one_rope(config: HFConfig, given: dict[str, Any], theta_key: str) -> dict[s
         raise CheckpointError(f"{config.origin}: rope_type is {rope_type!r}, not a name.")
     if rope_type == "su":  # the first name of longrope
         result["rope_type"] = "longrope"
+    if rope_type == "mrope":  # the first name of plain rotation by sections
+        result["rope_type"] = "default"
     if result.get("rope_theta") is None:
         result["rope_theta"] = config.read(theta_key, float, 10000.0)
     for key in ("original_max_position_embeddings", "partial_rotary_factor"):

@@ -215,7 +215,7 @@ ALIASES: dict[str, dict[str, str]] = {
 }
 """By model_type: our key -> the family's own, taken where ours is not there."""
 
-SLIDING: dict[str, int] = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "olmo3": 4}
+SLIDING: dict[str, int] = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gpt_oss": 2, "olmo3": 4}
 """Families whose every n-th layer is full and the others have a window, unless told otherwise."""
 ALL_SLIDING = ("mistral", "ministral3", "mixtral", "phi3")
 """Families of which every layer has the window, if there is one."""

@@ -34,6 +34,27 @@ SPARSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "use_qk_norm": False,
     },
+    "gpt_oss": LLAMA_LIKE
+    | {
+        "rms_norm_eps": 1e-5,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
     "granitemoe": LLAMA_LIKE
     | {
         "embedding_multiplier": 1.0,
@@ -42,6 +63,24 @@ SPARSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 1.0,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
+    },
+    "llama4_text": LLAMA_LIKE
+    | {
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "use_qk_norm": True,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "rope_theta": 500000.0,
     },
     "mixtral": LLAMA_LIKE
     | {
@@ -83,6 +122,7 @@ SPARSE_ALIASES: dict[str, dict[str, str]] = {
         "n_routed_experts": "num_local_experts",
         "num_nextn_predict_layers": "num_mtp_layers",
     },
+    "gpt_oss": {"num_local_experts": "num_experts"},
     "mixtral": {"num_local_experts": "num_experts"},
     "olmoe": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_experts": "num_local_experts"},

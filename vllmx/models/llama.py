@@ -97,15 +97,14 @@ class LlamaAttention(nn.Module):
         )
         max_model_len = vllm_config.model_config.max_model_len
         self.rotary_emb = self.rope_of(config, layer, max_model_len, ops)
-        sliding = config.layer_types[layer] == "sliding_attention"
         self.attn = Attention(
             heads,
             head_dim,
             self.scale_of(config),
             kv_heads,
             prefix=f"{prefix}.attn",
-            per_layer_sliding_window=config.sliding_window if sliding else None,
             logits_soft_cap=config.read("attn_logit_softcapping", float, None),
+            **self.reach_of(config, layer),
             **shared,
         )
         self.fused_qkv = self.fused(ops)
@@ -118,6 +117,11 @@ class LlamaAttention(nn.Module):
     def scale_of(self, config: HFConfig) -> float:
         """What scores are multiplied with."""
         return config.head_dim**-0.5
+
+    def reach_of(self, config: HFConfig, layer: int) -> dict[str, Any]:
+        """What this layer's tokens see besides all before them: arguments of Attention."""
+        sliding = config.layer_types[layer] == "sliding_attention"
+        return {"per_layer_sliding_window": config.sliding_window if sliding else None}
 
     def rope_of(
         self, config: HFConfig, layer: int, max_model_len: int | None, ops: OpTable

@@ -34,6 +34,8 @@ def refuse_unbuilt(config: HFConfig, layer_kinds: tuple[str, ...]) -> None:
                 f"{' and '.join(layer_kinds)} are known."
             )
     for key, harmless in HARMLESS.items():
+        if key == "attention_chunk_size" and "chunked_attention" in layer_kinds:
+            continue
         if key in config and getattr(config, key) not in harmless:
             raise CheckpointError(
                 f"{config.origin}: {key}={getattr(config, key)!r} is not supported."

@@ -16,9 +16,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from vllmx.tiny.configs import config_of
-from vllmx.tiny.dense_tensors import LAYOUTS
 from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
-from vllmx.tiny.tensors import shapes
+from vllmx.tiny.sparse_configs import GENERATION_CONFIGS
+from vllmx.tiny.tensors import LAYOUTS, shapes
 from vllmx.tiny.tokenizer import tokenizer_files
 
 NUMBERS = {"beta": 0.5, "eps": -1e-6}
@@ -64,6 +64,9 @@ def save(name: str, folder: Path) -> None:
     less_one = config["model_type"].startswith(norms) and not sparse
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    if name in GENERATION_CONFIGS:
+        said = json.dumps(GENERATION_CONFIGS[name], indent=2)
+        (folder / "generation_config.json").write_text(said + "\n")
     tensors = {key: weight(name, key, shape, less_one) for key, shape in shapes(config).items()}
     if "num_experts" in text or sparse or text["model_type"] in LAYOUTS:
         # A provider that rounds weights to half precision must send tokens to the same experts, and

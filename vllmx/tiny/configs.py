@@ -7,6 +7,7 @@ from typing import Any
 
 from vllmx.tiny.dense_configs import DENSE_FAMILIES
 from vllmx.tiny.sparse import SPARSE_FAMILIES
+from vllmx.tiny.sparse_configs import MORE_SPARSE
 
 SIZES = {
     "vocab_size": 1024,
@@ -116,6 +117,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": VISION,
     },
     **SPARSE_FAMILIES,
+    **MORE_SPARSE,
 }
 """Name -> what its config.json says beside SIZES, which a text_config takes where there is one."""
 

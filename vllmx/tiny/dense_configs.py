@@ -18,11 +18,12 @@ GEMMA = {
 ALL_HEADS = {"num_key_value_heads": 4}
 
 
-def _family(architecture: str, model_type: str, *parts: dict[str, Any]) -> dict[str, Any]:
-    family: dict[str, Any] = {"architectures": [architecture], "model_type": model_type}
+def family(architecture: str, model_type: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    """What config.json of a family says; later parts overrule earlier ones."""
+    said: dict[str, Any] = {"architectures": [architecture], "model_type": model_type}
     for part in parts:
-        family |= part
-    return family
+        said |= part
+    return said
 
 
 GPT = {  # other names of the common sizes
@@ -53,9 +54,9 @@ BOTH_ROPES = {
 """What transformers reads for each kind of layer, and upstream for all."""
 
 DENSE_FAMILIES: dict[str, dict[str, Any]] = {
-    "tiny-apertus": _family("ApertusForCausalLM", "apertus", SILU, {"hidden_act": "xielu"}),
-    "tiny-arcee": _family("ArceeForCausalLM", "arcee", SILU, {"hidden_act": "relu2"}),
-    "tiny-cohere": _family(
+    "tiny-apertus": family("ApertusForCausalLM", "apertus", SILU, {"hidden_act": "xielu"}),
+    "tiny-arcee": family("ArceeForCausalLM", "arcee", SILU, {"hidden_act": "relu2"}),
+    "tiny-cohere": family(
         "CohereForCausalLM",
         "cohere",
         SILU,
@@ -63,7 +64,7 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
         NO_HEAD_DIM,
         {"tie_word_embeddings": True, "use_qk_norm": True, "logit_scale": 0.5, "pad_token_id": 0},
     ),
-    "tiny-cohere2": _family(
+    "tiny-cohere2": family(
         "Cohere2ForCausalLM",
         "cohere2",
         SILU,
@@ -71,7 +72,7 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
         WINDOWS,
         {"tie_word_embeddings": True, "logit_scale": 0.5, "pad_token_id": 0},
     ),
-    "tiny-cwm": _family(
+    "tiny-cwm": family(
         "CwmForCausalLM",
         "cwm",
         SILU,
@@ -87,9 +88,9 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             }
         },
     ),
-    "tiny-ernie4_5": _family("Ernie4_5ForCausalLM", "ernie4_5", SILU, {"use_bias": False}),
-    "tiny-exaone4": _family("Exaone4ForCausalLM", "exaone4", SILU, WINDOWS),
-    "tiny-falcon": _family(
+    "tiny-ernie4_5": family("Ernie4_5ForCausalLM", "ernie4_5", SILU, {"use_bias": False}),
+    "tiny-exaone4": family("Exaone4ForCausalLM", "exaone4", SILU, WINDOWS),
+    "tiny-falcon": family(
         "FalconForCausalLM",
         "falcon",
         NO_HEAD_DIM,
@@ -110,16 +111,16 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             "rope_parameters": ROPE,
         },
     ),
-    "tiny-glm": _family(
+    "tiny-glm": family(
         "GlmForCausalLM", "glm", SILU, PARTIAL, {"attention_bias": True, "pad_token_id": 0}
     ),
-    "tiny-glm4": _family(
+    "tiny-glm4": family(
         "Glm4ForCausalLM", "glm4", SILU, PARTIAL, {"attention_bias": True, "pad_token_id": 0}
     ),
-    "tiny-gpt2": _family(
+    "tiny-gpt2": family(
         "GPT2LMHeadModel", "gpt2", GPT, LAYER_NORM, {"n_inner": 192, "tie_word_embeddings": True}
     ),
-    "tiny-gpt_neox": _family(
+    "tiny-gpt_neox": family(
         "GPTNeoXForCausalLM",
         "gpt_neox",
         LAYER_NORM,
@@ -132,14 +133,14 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
         },
     ),
-    "tiny-gptj": _family(
+    "tiny-gptj": family(
         "GPTJForCausalLM",
         "gptj",
         GPT,
         LAYER_NORM,
         {"rotary_dim": 16, "n_inner": 192, "tie_word_embeddings": False},
     ),
-    "tiny-granite": _family(
+    "tiny-granite": family(
         "GraniteForCausalLM",
         "granite",
         SILU,
@@ -151,7 +152,7 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             "logits_scaling": 1.5,
         },
     ),
-    "tiny-hunyuan_v1_dense": _family(
+    "tiny-hunyuan_v1_dense": family(
         "HunYuanDenseV1ForCausalLM",
         "hunyuan_v1_dense",
         SILU,
@@ -161,21 +162,21 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             "rope_parameters": ROPE | {"rope_type": "dynamic", "alpha": 8.0, "factor": 1.0},
         },
     ),
-    "tiny-jais2": _family(
+    "tiny-jais2": family(
         "Jais2ForCausalLM",
         "jais2",
         SILU,
         LAYER_NORM,
         {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
     ),
-    "tiny-nemotron": _family(
+    "tiny-nemotron": family(
         "NemotronForCausalLM",
         "nemotron",
         SILU,
         PARTIAL,
         {"rms_norm_eps": None, "norm_eps": 1e-5, "hidden_act": "relu2"},
     ),
-    "tiny-olmo": _family(
+    "tiny-olmo": family(
         "OlmoForCausalLM",
         "olmo",
         SILU,
@@ -183,11 +184,11 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
         NO_HEAD_DIM,
         {"clip_qkv": 2.5, "pad_token_id": 0},
     ),
-    "tiny-olmo2": _family("Olmo2ForCausalLM", "olmo2", SILU, NO_HEAD_DIM, {"pad_token_id": 0}),
-    "tiny-olmo3": _family(
+    "tiny-olmo2": family("Olmo2ForCausalLM", "olmo2", SILU, NO_HEAD_DIM, {"pad_token_id": 0}),
+    "tiny-olmo3": family(
         "Olmo3ForCausalLM", "olmo3", SILU, NO_HEAD_DIM, WINDOWS, BOTH_ROPES, {"pad_token_id": 0}
     ),
-    "tiny-opt": _family(
+    "tiny-opt": family(
         "OPTForCausalLM",
         "opt",
         NO_HEAD_DIM,
@@ -203,7 +204,7 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             "pad_token_id": 0,
         },
     ),
-    "tiny-persimmon": _family(
+    "tiny-persimmon": family(
         "PersimmonForCausalLM",
         "persimmon",
         SILU,
@@ -212,13 +213,13 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
         NO_HEAD_DIM,
         {"num_key_value_heads": None, "hidden_act": "relu2", "qk_layernorm": True},
     ),
-    "tiny-seed_oss": _family(
+    "tiny-seed_oss": family(
         "SeedOssForCausalLM",
         "seed_oss",
         SILU,
         {"attention_bias": True, "attention_out_bias": False},
     ),
-    "tiny-stablelm": _family(
+    "tiny-stablelm": family(
         "StableLmForCausalLM",
         "stablelm",
         SILU,
@@ -229,8 +230,8 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
         },
     ),
-    "tiny-gemma": _family("GemmaForCausalLM", "gemma", GEMMA, {"num_key_value_heads": 1}),
-    "tiny-gemma2": _family(
+    "tiny-gemma": family("GemmaForCausalLM", "gemma", GEMMA, {"num_key_value_heads": 1}),
+    "tiny-gemma2": family(
         "Gemma2ForCausalLM",
         "gemma2",
         GEMMA,
@@ -242,8 +243,8 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
-    "tiny-mistral": _family("MistralForCausalLM", "mistral", SILU, {"sliding_window": 24}),
-    "tiny-phi": _family(
+    "tiny-mistral": family("MistralForCausalLM", "mistral", SILU, {"sliding_window": 24}),
+    "tiny-phi": family(
         "PhiForCausalLM",
         "phi",
         SILU,
@@ -255,7 +256,7 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
         },
     ),
-    "tiny-phi3": _family(
+    "tiny-phi3": family(
         "Phi3ForCausalLM",
         "phi3",
         SILU,
@@ -274,5 +275,5 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             },
         },
     ),
-    "tiny-qwen2": _family("Qwen2ForCausalLM", "qwen2", SILU, {"tie_word_embeddings": True}),
+    "tiny-qwen2": family("Qwen2ForCausalLM", "qwen2", SILU, {"tie_word_embeddings": True}),
 }

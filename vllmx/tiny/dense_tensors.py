@@ -2,13 +2,15 @@
 """The tensors of dense families, by model_type: names, and shapes in letters.
 
 V vocabulary, H hidden size, I inner size, D size of a head, N heads, M key/value heads, Q and K all
-elements of queries and of keys, P positions; a number before a letter multiplies it, `A+B` adds.
+elements of queries and of keys, P positions, E experts, J their inner size, S that of what all
+tokens share, G that of layers without experts; a number before a letter multiplies it, `A+B` adds.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,11 @@ Named = dict[str, str]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a family keeps its tensors; `layer` is what each layer has below `layers`.I."""
+    """Where a family keeps its tensors; `layer` is what each layer has below `layers`.I.
+
+    sparse, dense: what layers with experts have besides, and the others; `{e}` in a name stands for
+    each expert.
+    """
 
     layer: Named
     layers: str = "model.layers"
@@ -28,6 +34,9 @@ class Layout:
         default_factory=lambda: {"model.embed_tokens.weight": "V H", "model.norm.weight": "H"}
     )
     head: Named = field(default_factory=lambda: {"lm_head.weight": "V H"})
+    sparse: Named = field(default_factory=dict)
+    dense: Named = field(default_factory=dict)
+    is_sparse: Callable[[HFConfig, int], bool] = lambda config, layer: True
 
 
 def named(shape: str, *names: str) -> Named:
@@ -204,8 +213,11 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def dense_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor of a dense checkpoint with this config."""
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def shapes_of(layout: Layout, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor of a checkpoint with this config."""
     read = HFConfig(config)
     heads, kv_heads, head = read.num_attention_heads, read.num_key_value_heads, read.head_dim
     sizes = {
@@ -218,8 +230,11 @@ def dense_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "Q": heads * head,
         "K": kv_heads * head,
         "P": read.max_position_embeddings,
+        "E": next((read.read(key, int) for key in COUNTS if key in read), 0),
+        "J": read.read("moe_intermediate_size", int, read.read("intermediate_size", int, 0)),
+        "S": shared_size(read),
+        "G": read.read("intermediate_size_mlp", int, 0),
     }
-    layout = LAYOUTS[read.model_type]
 
     def size(text: str) -> int:
         parts = [re.fullmatch(r"(\d*)([A-Z]?)", part) for part in text.split("+")]
@@ -231,10 +246,19 @@ def dense_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
     found = dict(layout.outer)
     for i in range(read.num_hidden_layers):
-        found |= {f"{layout.layers}.{i}.{name}": shape for name, shape in layout.layer.items()}
+        kind = layout.sparse if layout.is_sparse(read, i) else layout.dense
+        for name, shape in (layout.layer | kind).items():
+            names = [name.replace("{e}", str(e)) for e in range(sizes["E"] if "{e}" in name else 1)]
+            found |= {f"{layout.layers}.{i}.{each}": shape for each in names}
     if not read.tie_word_embeddings:
         found |= layout.head
     return {name: tuple(map(size, shape.split())) for name, shape in found.items()}
+
+
+def shared_size(config: HFConfig) -> int:
+    """Inner size of the experts that every token takes; 0 where there are none."""
+    inner = config.read("moe_intermediate_size", int, 0)
+    return config.read("shared_intermediate_size", int, inner)
 
 
 LAYOUTS["olmo3"] = LAYOUTS["olmo2"]

@@ -5,9 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllmx.tiny.dense_tensors import LAYOUTS, dense_shapes
+from vllmx.tiny.dense_tensors import LAYOUTS as DENSE_LAYOUTS
+from vllmx.tiny.dense_tensors import shapes_of
 from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
 from vllmx.tiny.sparse import sparse_attention, sparse_mlp
+from vllmx.tiny.sparse_layouts import SPARSE_LAYOUTS
+
+LAYOUTS = DENSE_LAYOUTS | SPARSE_LAYOUTS
+"""By model_type, of the families whose tensors are written in letters."""
 
 Shapes = dict[str, tuple[int, ...]]
 """Name of a tensor -> its shape."""
@@ -17,7 +22,7 @@ def shapes(config: dict[str, Any]) -> Shapes:
     """Name -> shape of every tensor of a checkpoint with this config."""
     text = config.get("text_config", config)
     if text["model_type"] in LAYOUTS:
-        return dense_shapes(text)
+        return shapes_of(LAYOUTS[text["model_type"]], text)
     hidden, model = text["hidden_size"], "model"
     if text is not config:
         model = "model.language_model"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vllmx.attention.backend import (
+    NO_CHUNKS,
     NO_SINKS,
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -291,6 +292,8 @@ class FlashInferBackend(AttentionBackend):
             return f"computes in float16 and bfloat16, not in {context.dtype}"
         if facts.get("sinks"):
             return NO_SINKS
+        if facts.get("attention_chunk_size"):
+            return NO_CHUNKS
         head_size = facts.get("head_size", HEAD_SIZES[0])
         if head_size not in HEAD_SIZES:
             return f"has kernels for heads of {', '.join(map(str, HEAD_SIZES))}, not of {head_size}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vllmx.attention.backend import (
+    NO_CHUNKS,
     NO_SINKS,
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -73,6 +74,8 @@ class NativeBackend(AttentionBackend):
         facts = context.facts
         if facts.get("sinks"):
             return NO_SINKS
+        if facts.get("attention_chunk_size"):
+            return NO_CHUNKS
         if facts.get("head_size", 0) > MAX_HEAD_SIZE:
             return f"holds heads of at most {MAX_HEAD_SIZE} elements, not {facts['head_size']}"
         if facts.get("kv_cache_dtype", torch.float32) != torch.float32:

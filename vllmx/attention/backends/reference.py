@@ -54,6 +54,7 @@ class ReferenceBackend(AttentionBackend):
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         sinks: Tensor | None = None,
+        attention_chunk_size: int | None = None,
     ) -> Tensor:
         """See AttentionBackend.run."""
         return paged_attention.fn(
@@ -69,4 +70,5 @@ class ReferenceBackend(AttentionBackend):
             k_scale,
             v_scale,
             sinks,
+            attention_chunk_size,
         )

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllmx.attention.backend import (
+    NO_CHUNKS,
     NO_SINKS,
     AttentionBackend,
     AttentionMetadataBuilder,
@@ -195,6 +196,8 @@ class TorchSDPABackend(AttentionBackend):
         """Takes everything but float32 on a GPU, where what torch takes for it is less exact."""
         if context.facts.get("sinks"):
             return NO_SINKS
+        if context.facts.get("attention_chunk_size"):
+            return NO_CHUNKS
         if context.device != "cpu" and context.dtype == torch.float32:
             return (
                 "torch's kernels for float32 on a GPU strayed up to nine times further from the "

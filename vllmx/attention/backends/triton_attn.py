@@ -167,6 +167,7 @@ class TritonAttentionBackend(AttentionBackend):
         k_scale: float = 1.0,
         v_scale: float = 1.0,
         sinks: Tensor | None = None,
+        attention_chunk_size: int | None = None,
     ) -> Tensor:
         """See AttentionBackend.run."""
         num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
@@ -177,6 +178,8 @@ class TritonAttentionBackend(AttentionBackend):
             longest = metadata.max_seq_len
             if sliding_window is not None:
                 longest = min(longest, sliding_window)
+            if attention_chunk_size is not None:
+                longest = min(longest, attention_chunk_size)
             paged_decode(
                 query[:decodes],
                 key_cache,
@@ -187,6 +190,7 @@ class TritonAttentionBackend(AttentionBackend):
                 *how,
                 splits=num_splits(decodes * num_kv_heads, longest, metadata.processors * 3 // 2),
                 sinks=sinks,
+                attention_chunk_size=attention_chunk_size,
             )
         if decodes < metadata.num_reqs:
             paged_prefill(
@@ -202,5 +206,6 @@ class TritonAttentionBackend(AttentionBackend):
                 out,
                 *how,
                 sinks=sinks,
+                attention_chunk_size=attention_chunk_size,
             )
         return out

@@ -24,6 +24,7 @@ def paged_attention(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     sinks: Tensor | None = None,
+    attention_chunk_size: int | None = None,
 ) -> Tensor:
     """Attention of each request's new tokens to all its tokens so far, themselves included.
 
@@ -34,7 +35,8 @@ def paged_attention(
     sliding_window W: a token sees itself and the W - 1 before it. soft_cap c: c * tanh(s / c).
     k_scale, v_scale: what a number of either cache is to be multiplied with; 1.0 unless the cache
     has one byte a number. sinks: [num_heads], the score of one more key of each head, which has
-    no value. Computed in float32; returns query's shape and dtype.
+    no value. attention_chunk_size C: sequences are cut every C tokens, and a token sees nothing of
+    other pieces than its own. Computed in float32; returns query's shape and dtype.
     """
     out = torch.empty_like(query)
     group = query.shape[1] // key_cache.shape[2]
@@ -55,6 +57,8 @@ def paged_attention(
         hidden = columns > rows
         if sliding_window is not None:
             hidden |= columns <= rows - sliding_window
+        if attention_chunk_size is not None:
+            hidden |= columns < rows // attention_chunk_size * attention_chunk_size
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
             sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
@@ -75,8 +79,13 @@ paged_attention.set_tolerance(
 
 
 @paged_attention.register_facts
-def _paged_attention_facts(sinks: Tensor | None = None, **others: Any) -> dict[str, Any]:
-    return {} if sinks is None else {"sinks": True}
+def _paged_attention_facts(
+    sinks: Tensor | None = None, attention_chunk_size: int | None = None, **others: Any
+) -> dict[str, Any]:
+    facts: dict[str, Any] = {} if sinks is None else {"sinks": True}
+    if attention_chunk_size is not None:
+        facts["attention_chunk_size"] = attention_chunk_size
+    return facts
 
 
 BATCHES = (
@@ -89,9 +98,12 @@ BATCHES = (
     ([1, 9], [20, 24], 4, 4, 32, 16, None, 5.0),
     ([1, 1, 1, 1], [3, 250, 9, 4], 4, 1, 64, 16, 16, None),
     ([1, 1, 13, 6], [250, 3, 29, 6], 4, 2, 64, 16, None, None),
+    ([1, 1, 1, 40, 9], [250, 24, 25, 40, 70], 4, 2, 64, 16, None, None),
 )
 WITH_SINKS = 7
 """The batch whose heads have sinks."""
+IN_CHUNKS = 8
+"""The batch whose sequences are cut, every 24 tokens."""
 
 
 @paged_attention.register_inputs
@@ -123,4 +135,5 @@ def _paged_attention_inputs(
         "sliding_window": window,
         "soft_cap": cap,
         "sinks": None if sinks is None else sinks.to(device, dtype),
+        "attention_chunk_size": 24 if case % len(BATCHES) == IN_CHUNKS else None,
     }

@@ -31,6 +31,40 @@ def rotary_embedding(
     return rotated, None if key is None else _rotate(key, cos, sin, head_size, is_neox_style)
 
 
+@register_op
+def mrotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    mrope_section: list[int],
+    mrope_interleaved: bool = False,
+    is_neox_style: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """As `rotary_embedding`, but a token has a place in time, in height and in width.
+
+    positions: int64 [3, num_tokens]; mrope_section: how many of the rotary_dim / 2 angles go by
+    each of the three, one run after another. mrope_interleaved: they take turns, angle i goes by
+    i % 3 while i is within three times the section of height or of width, and else by time.
+    """
+    rows = cos_sin_cache[positions].unflatten(-1, (2, -1))
+    chosen = rows[0].clone()
+    for axis, angles in sections(mrope_section, mrope_interleaved).items():
+        chosen[..., angles] = rows[axis, ..., angles]
+    cos, sin = chosen.unsqueeze(1).unbind(-2)
+    rotated = _rotate(query, cos, sin, head_size, is_neox_style)
+    return rotated, None if key is None else _rotate(key, cos, sin, head_size, is_neox_style)
+
+
+def sections(mrope_section: list[int], interleaved: bool) -> dict[int, slice]:
+    """Which angles go by height (1) and by width (2); the others go by time."""
+    time, height, width = mrope_section
+    if interleaved:
+        return {1: slice(1, 3 * height, 3), 2: slice(2, 3 * width, 3)}
+    return {1: slice(time, time + height), 2: slice(time + height, time + height + width)}
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox_style: bool) -> Tensor:
     heads = x.reshape(x.shape[0], -1, head_size)
     rotary_dim = 2 * cos.shape[-1]
@@ -47,6 +81,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, head_size: int, is_neox_style: 
 
 
 rotary_embedding.set_batch_invariant(REFERENCE, ANY_DEVICE)
+mrotary_embedding.set_batch_invariant(REFERENCE, ANY_DEVICE)
 
 
 @rotary_embedding.register_facts
@@ -82,3 +117,15 @@ def _rotary_inputs(
         "cos_sin_cache": cache.to(device),
         "is_neox_style": case != 3,
     }
+
+
+@mrotary_embedding.register_inputs
+def _mrotary_inputs(
+    case: int, dtype: torch.dtype, device: str, generator: torch.Generator
+) -> dict[str, Any]:
+    given = _rotary_inputs(case, dtype, device, generator)
+    tokens, angles = len(given["positions"]), given["cos_sin_cache"].shape[-1] // 2
+    places = torch.randint(0, 4096, (3, tokens), generator=generator).to(device)
+    third = angles // 3
+    more = {"mrope_section": [angles - 2 * third, third, third], "mrope_interleaved": case % 2 > 0}
+    return {**given, **more, "positions": places}
