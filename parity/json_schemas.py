@@ -40,9 +40,9 @@ PROMPT = """Short JSON values, one a line:
 [[1],{"foo":2}]
 {"foo":"a","bar":[1]}
 """
-ATTEMPTS = ((48, 0.0), (192, 1.0), (192, 1.0))
-"""Longest answer and temperature; what the length cuts off is asked for again, as the likeliest
-digit may for ever be another nought."""
+ATTEMPTS = ((48, 0.0, 0.0), (192, 1.0, 1.0), (320, 1.0, 2.0))
+"""Longest answer, temperature and frequency penalty. What the length cuts off is asked for again:
+a small model's likeliest digit is for ever another nought, and the penalty is what ends that."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,10 @@ def answer(llm: LLM, cases: Iterable[Case], count: int) -> Result:
         assert params.structured_outputs is not None
         result.backends[str(params.structured_outputs._backend)] += 1
         chosen.append((case, params))
-    for seed, (length, temperature) in enumerate(ATTEMPTS):
+    for seed, (length, temperature, penalty) in enumerate(ATTEMPTS):
         for _, params in chosen:
             params.max_tokens, params.temperature, params.seed = length, temperature, seed
+            params.frequency_penalty = penalty
         outputs = llm.generate([PROMPT] * len(chosen), [params for _, params in chosen])
         cut = []
         for (case, params), output in zip(chosen, outputs, strict=True):
@@ -166,8 +167,8 @@ def render(result: Result, model: str, seconds: float) -> str:
         "",
         "Made by `python -m parity.json_schemas`: schemas of the JSON-Schema-Test-Suite "
         f"(`{ARCHIVE}`), answered by {model} without whitespace between parts: greedily, "
-        f"and where that is cut off at {ATTEMPTS[0][0]} tokens, sampled, {ATTEMPTS[-1][0]} tokens "
-        "at most.",
+        f"and where that is cut off at {ATTEMPTS[0][0]} tokens, sampled with a frequency penalty, "
+        f"{ATTEMPTS[-1][0]} tokens at most.",
         "",
         "| answers | parse and validate | cut at the longest length | wrong | refused by name |",
         "|---|---|---|---|---|",

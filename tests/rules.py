@@ -32,6 +32,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("model_loader/loader",),
     ("models",),
     ("sample", "model_loader", "tiny"),
+    ("spec_decode",),
     ("worker/states", "worker/input_batch", "worker/buffer_utils"),  # rows shared with sample
     ("quantization",),
     ("layers",),

@@ -10,6 +10,7 @@ vllmx/cli.py. This file imports neither torch nor Hydra, so a wrong key is refus
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 import uuid
@@ -281,10 +282,28 @@ class SpeculativeConfig:
     num_speculative_tokens_per_batch_size: Optional[List[List[int]]] = None
     """Fewer drafts in large batches: entries [first, last, drafts], `first` to `last` being
     requests of a step. Between two ranges and after the last, the range before goes on."""
+    rejection_sample_method: str = choice("standard", "standard", "synthetic", "block")
+    """How drafts are verified: one by one, at given rates whatever they are, or as a whole."""
+    synthetic_acceptance_rates: Optional[List[float]] = None
+    """With synthetic: how often all drafts up to each position are accepted."""
+    synthetic_acceptance_length: Optional[float] = None
+    """With synthetic, instead: how many tokens a step yields in the mean, the last one included."""
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens is None:
             return
+        if self.rejection_sample_method == "synthetic":
+            self.synthetic_acceptance_rates = self._resolve_synthetic_acceptance_rates(
+                self.num_speculative_tokens,
+                self.synthetic_acceptance_rates,
+                self.synthetic_acceptance_length,
+            )
+            self.synthetic_acceptance_length = None
+        elif (self.synthetic_acceptance_rates, self.synthetic_acceptance_length) != (None, None):
+            raise UserError(
+                "speculative.synthetic_acceptance_rates and synthetic_acceptance_length are only "
+                "valid with speculative.rejection_sample_method=synthetic."
+            )
         if self.method is None:
             self.method = "ngram" if self.model in ("ngram", "[ngram]") else "draft_model"
         if self.method in ("ngram", "ngram_gpu"):
@@ -302,6 +321,37 @@ class SpeculativeConfig:
                 "speculative.num_speculative_tokens was provided but without speculative model: "
                 "set speculative.model, or speculative.method=ngram, which needs none."
             )
+
+    @classmethod
+    def _resolve_synthetic_acceptance_rates(
+        cls, n: int, rates: list[float] | None, length: float | None
+    ) -> list[float]:
+        """The rate of each of n positions, given as such or by the mean length; else UserError."""
+        if (rates is None) == (length is None):
+            raise UserError(
+                "speculative.rejection_sample_method=synthetic requires exactly one of "
+                "synthetic_acceptance_rates and synthetic_acceptance_length."
+            )
+        if length is not None:
+            if not 1 <= length <= n + 1:
+                raise UserError(
+                    f"speculative.synthetic_acceptance_length={length} must be in [1, {n + 1}]: "
+                    f"a step yields one token and up to {n} drafts."
+                )
+            return cls._acceptance_length_to_rates(length, n)
+        assert rates is not None
+        falling = all(later <= rate for rate, later in itertools.pairwise(rates))
+        if len(rates) != n or not all(0 <= rate <= 1 for rate in rates) or not falling:
+            raise UserError(
+                f"speculative.synthetic_acceptance_rates={rates} must be {n} numbers in [0, 1], "
+                "none larger than the one before."
+            )
+        return rates
+
+    @staticmethod
+    def _acceptance_length_to_rates(length: float, n: int) -> list[float]:
+        """Rates of n positions with that mean, the number of accepted drafts varying least."""
+        return [min(max(length - 1 - i, 0.0), 1.0) for i in range(n)]
 
     def use_eagle(self) -> bool:
         """Whether the drafter reads the model's hidden states."""

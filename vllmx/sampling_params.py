@@ -660,7 +660,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True):
     include_stop_str_in_output: bool = False
     """Leave the end token among the answer's tokens (in the API)."""
     structured_outputs: StructuredOutputsParams | None = None
-    """Grammar for the output."""
+    """Grammar for the output (of `LLM.beam_search`)."""
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
@@ -677,11 +677,6 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True):
                 f"length_penalty must be a finite number, got {penalty!r}.",
                 parameter="length_penalty",
                 value=penalty,
-            )
-        if self.structured_outputs is not None:
-            raise VLLMValidationError(
-                "structured_outputs: beams can't be held to a grammar; leave one of them out.",
-                parameter="structured_outputs",
             )
 
 

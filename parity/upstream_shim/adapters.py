@@ -32,6 +32,12 @@ from .engines import (
 )
 from .placeholder import MissingSymbol
 from .standins import MODELS
+from .v1_rejection import (
+    RejectionSampler,
+    SamplerOutput,
+    SpecDecodeMetadata,
+    sample_recovered_tokens,
+)
 from .v1_sampler import (
     BeamSearchOnlineMixin,
     LogitBiasLogitsProcessor,
@@ -56,13 +62,17 @@ __all__ = [
     "LogprobsProcessor",
     "MinPLogitsProcessor",
     "MinTokensLogitsProcessor",
+    "RejectionSampler",
     "Sampler",
+    "SamplerOutput",
     "SamplingMetadata",
+    "SpecDecodeMetadata",
     "UsageContext",
     "apply_top_k_top_p_pytorch",
     "build_logitsprocs",
     "make_tensor_with_pad",
     "random_sample",
+    "sample_recovered_tokens",
     "set_default_torch_num_threads",
     "set_random_seed",
 ]

@@ -59,9 +59,10 @@ class SamplingMetadata:
     thinking_budget_state_holder: Any = None
 
 
-def _rows(logits: Tensor, prompts: Tensor | None, outputs: list[list[int]]) -> RequestState:
-    """A row of states for each row of logits, with its prompt and output."""
-    count, vocab = logits.shape
+def make_rows(
+    count: int, vocab: int, prompts: Tensor | None, outputs: list[list[int]]
+) -> RequestState:
+    """A row of states for each request, with its prompt and output."""
     prompt_ids = [[] for _ in range(count)] if prompts is None else prompts.tolist()
     # A prompt is filled up with an id that no token has.
     prompt_ids = [[token for token in row if token < vocab] for row in prompt_ids]
@@ -86,7 +87,7 @@ class Sampler:
         """The logits, penalised."""
         if sampling_metadata.no_penalties:
             return logits
-        states = _rows(logits, sampling_metadata.prompt_token_ids, output_token_ids)
+        states = make_rows(*logits.shape, sampling_metadata.prompt_token_ids, output_token_ids)
         penalties = PenaltiesState(states)
         for i in range(len(logits)):
             params = SamplingParams(
@@ -105,7 +106,7 @@ class Sampler:
     ) -> Tensor:
         """Allowed tokens, bad words, processors and penalties, in upstream's order."""
         outputs = sampling_metadata.output_token_ids or [[] for _ in logits]
-        states = _rows(logits, sampling_metadata.prompt_token_ids, outputs)
+        states = make_rows(*logits.shape, sampling_metadata.prompt_token_ids, outputs)
         rows = np.array([states.req_id_to_index[str(i)] for i in range(len(logits))])
         allowed = LogitBiasState(len(logits), "cpu")
         words = BadWordsState(states)

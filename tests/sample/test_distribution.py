@@ -9,9 +9,11 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 
+import chi_square
 import numpy as np
 import pytest
 import torch
+from chi_square import FALSE_ALARM, chi_square_tail, quantile
 
 from vllmx.sample import gumbel, min_p, states, topk_topp
 from vllmx.sample.ops import get_sampler_ops
@@ -20,7 +22,6 @@ from vllmx.sampling_params import SamplingParams
 from vllmx.worker.states import RequestState
 
 VOCAB, DRAWS, ROWS = 64, 16_384, 512
-FALSE_ALARM = 1e-6
 SETTINGS = {"temperature": 0.7, "top_k": 12, "top_p": 0.85, "min_p": 0.06}
 COMBINATIONS = [
     {name: SETTINGS[name] for name in names}
@@ -70,21 +71,6 @@ def log_gamma(x: float) -> float:
     return float(torch.lgamma(torch.tensor(x, dtype=torch.float64)))
 
 
-def chi_square_tail(statistic: float, degrees: int) -> float:
-    """P(chi-square of `degrees` > statistic)."""
-    half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
-
-
-def quantile(tail: float, degrees: int) -> float:
-    """What a chi-square of `degrees` exceeds with probability `tail`, by bisection."""
-    low, high = 0.0, 1e5
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if chi_square_tail(middle, degrees) > tail else (low, middle)
-    return high
-
-
 def power(noncentrality: float, degrees: int) -> float:
     """How surely the test sees a deviation: a Poisson mixture of chi-squares."""
     bound = quantile(FALSE_ALARM, degrees)
@@ -95,23 +81,9 @@ def power(noncentrality: float, degrees: int) -> float:
     return total
 
 
-def statistic(seen: np.ndarray, want: np.ndarray) -> tuple[float, int]:
-    """Chi-square and its degrees; tokens expected less than 5 times are one class."""
-    expected = want * DRAWS
-    common = expected >= 5
-    seen_classes, want_classes = seen[common], expected[common]
-    if expected[~common].sum() >= 5:
-        seen_classes = np.append(seen_classes, seen[~common].sum())
-        want_classes = np.append(want_classes, expected[~common].sum())
-    value = ((seen_classes - want_classes) ** 2 / want_classes).sum()
-    return float(value), len(want_classes) - 1
-
-
 def follows(settings: dict, seeded: bool) -> bool:
     """Whether the draws pass the test and none is a token that the filters exclude."""
-    seen, want = draw(settings, seeded), wanted(make_logits(), **settings)
-    value, degrees = statistic(seen, want)
-    return not seen[want == 0].any() and value <= quantile(FALSE_ALARM, degrees)
+    return chi_square.follows(draw(settings, seeded), wanted(make_logits(), **settings))
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["free", "seeded"])

@@ -188,6 +188,10 @@ def test_tools_that_may_not_be_used_are_fine(url: str) -> None:
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"use_beam_search": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"use_beam_search": True, "n": 0}, "beam_width"),
+        (
+            {"use_beam_search": True, "response_format": {"type": "json_object"}},
+            "structured_outputs",
+        ),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template"),
         ({"top_logprobs": 2}, "top_logprobs"),

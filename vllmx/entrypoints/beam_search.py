@@ -15,10 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllmx.logprobs import Logprob
 from vllmx.outputs import CompletionOutput, RequestOutput
-from vllmx.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
+from vllmx.sampling_params import (
+    MAX_LOGPROB_TOKEN_IDS,
+    BeamSearchParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from vllmx.model_loader.tokenizer import Tokenizer
+    from vllmx.structured_output.beams import BeamGrammar
 
 Score = Callable[["BeamSearchSequence"], float]
 
@@ -93,6 +99,17 @@ def step_params(params: BeamSearchParams, detokenize: bool = False) -> SamplingP
     )
 
 
+def constrained_step_params(plain: SamplingParams, allowed: list[int]) -> SamplingParams:
+    """`plain` for a beam that may go on with `allowed` alone: all of them are candidates if they
+    are few; else the likeliest are, of those that are allowed."""
+    step = plain.clone()
+    if len(allowed) <= MAX_LOGPROB_TOKEN_IDS:
+        step.logprobs, step.logprob_token_ids = None, allowed
+    else:
+        step.allowed_token_ids = allowed
+    return step
+
+
 @dataclass
 class BeamSearchInstance:
     """The search from one prompt."""
@@ -103,6 +120,8 @@ class BeamSearchInstance:
     end_token_ids: frozenset[int]
     max_model_len: int
     lora_request: Any | None = None
+    grammar: BeamGrammar | None = None
+    """What its beams are held to."""
     beams: list[BeamSearchSequence] = field(init=False)
     completed: list[BeamSearchSequence] = field(init=False, default_factory=list)
 
@@ -113,14 +132,37 @@ class BeamSearchInstance:
         self.beams = [start]
         penalty = self.params.length_penalty
         self.score = create_sort_beams_key_function(self.end_token_ids, penalty)
+        self._allowed: list[frozenset[int]] = []
+
+    def begin_step(self) -> list[SamplingParams]:
+        """What the request of each beam asks for; beams whose grammar has ended are completed."""
+        plain = step_params(self.params)
+        if self.grammar is None:
+            return [plain] * len(self.beams)
+        going, steps = [], []
+        self._allowed = []
+        for beam in self.beams:
+            allowed = self.grammar.allowed(beam.tokens[len(self.prompt_token_ids) :])
+            if not allowed:
+                beam.finish_reason = "stop"
+                self.completed.append(beam)
+                continue
+            going.append(beam)
+            self._allowed.append(frozenset(allowed))
+            steps.append(constrained_step_params(plain, allowed))
+        self.beams = going
+        return steps
 
     def advance(self, results: Sequence[RequestOutput]) -> None:
         """Take the candidates of a step, one result a beam, and keep the best."""
         candidates: list[BeamSearchSequence] = []
-        for beam, result in zip(self.beams, results, strict=True):
+        for i, (beam, result) in enumerate(zip(self.beams, results, strict=True)):
             # Without any the engine has ended it at once.
             for position in (result.outputs[0].logprobs or ())[:1]:
                 for token_id, entry in position.items():
+                    # What is likeliest may be forbidden, as the sampled token may be.
+                    if self._allowed and token_id not in self._allowed[i]:
+                        continue
                     candidates.append(self._extended(beam, token_id, position, entry.logprob))
         ended = [beam for beam in candidates if beam.finish_reason == "stop"]
         going = [beam for beam in candidates if beam.finish_reason is None]
@@ -167,13 +209,13 @@ async def beam_search(
     generate: runs the request of a beam, given its token ids, parameters and id. What one of them
     raises is raised here, and the others are given up.
     """
-    params = step_params(instance.params)
     for step in range(instance.params.max_tokens):
+        asked = instance.begin_step()
         if not instance.beams:
             break
         tasks = [
             asyncio.ensure_future(_last(generate(beam.tokens, params, f"{request_id}-{step}-{i}")))
-            for i, beam in enumerate(instance.beams)
+            for i, (beam, params) in enumerate(zip(instance.beams, asked, strict=True))
         ]
         try:
             results = await asyncio.gather(*tasks)

@@ -201,6 +201,15 @@ class LLM:
         """
         from vllmx.entrypoints.beam_search import BeamSearchInstance, BeamSearchOutput
 
+        grammar = None
+        if params.structured_outputs is not None:
+            from vllmx.structured_output.beams import BeamGrammar
+            from vllmx.structured_output.manager import StructuredOutputManager
+
+            manager = StructuredOutputManager(
+                self.llm_engine.vllm_config, self.input_processor.tokenizer
+            )
+            grammar = BeamGrammar(manager, params.structured_outputs)
         instances = []
         for prompt in _as_prompts(prompts):
             request = self.input_processor.process_inputs("", prompt, SamplingParams(max_tokens=1))
@@ -213,6 +222,7 @@ class LLM:
                     frozenset(self.input_processor.end_token_ids),
                     self.model_config.max_model_len,
                     lora_request,
+                    grammar,
                 )
             )
         limit = concurrency_limit or max(len(instances), 1)
@@ -229,19 +239,18 @@ class LLM:
         self, instances: list[BeamSearchInstance], params: BeamSearchParams, use_tqdm: bool
     ) -> None:
         """Step the searches together to their ends; the bar counts tokens, at most so many."""
-        from vllmx.entrypoints.beam_search import step_params
-
         steps: Iterable[int] = range(params.max_tokens)
         if use_tqdm:
             steps = _tqdm()(steps, desc="Beam search", unit="token")
         for _ in steps:
+            asked = [each for instance in instances for each in instance.begin_step()]
             going = [instance for instance in instances if instance.beams]
             if not going:
                 return
             beams = [beam for instance in going for beam in instance.beams]
             self._add_requests(
                 [_continued(beam) for beam in beams],
-                step_params(params),
+                asked,
                 lora_request=going[0].lora_request,
             )
             results = iter(self._run_engine(use_tqdm=False))

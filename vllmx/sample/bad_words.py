@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllmx.sample.packed_rows import PackedRows
 from vllmx.sampling_params import SamplingParams
+from vllmx.spec_decode.metadata import SpecDecodeMetadata
 from vllmx.worker.buffer_utils import to_device
 from vllmx.worker.states import RequestState
 
@@ -43,26 +44,39 @@ class BadWordsState:
             table[i, longest - len(word) :] = word
         self.words.set(row, table)
 
-    def apply(self, logits: Tensor, rows: np.ndarray) -> None:
-        """Exclude, in place, the tokens that would complete a word; logits: [n, vocab]."""
+    def apply(
+        self, logits: Tensor, rows: np.ndarray, drafts: SpecDecodeMetadata | None = None
+    ) -> None:
+        """Exclude, in place, the tokens that would complete a word; logits: [n, vocab].
+
+        drafts: those of the batch whose logits these are; they count as generated.
+        """
         packed = self.words.pack(rows, fill=ANYTHING)
         if packed is None:
             return
         words, places = packed.values, packed.places
         beginnings, last = words[:, :-1], words[:, -1]
-        generated = self._generated(rows, beginnings.shape[1])[places]
+        generated = self._generated(rows, beginnings.shape[1], drafts)[places]
         met = ((beginnings == ANYTHING) | (beginnings == generated)).all(dim=1)
         excluded = torch.where(met, float("-inf"), 0.0).to(logits.dtype)
         # Two words may have the same last token: both count, so they are added.
         logits.index_put_((places, last), excluded, accumulate=True)
 
-    def _generated(self, rows: np.ndarray, count: int) -> Tensor:
+    def _generated(self, rows: np.ndarray, count: int, drafts: SpecDecodeMetadata | None) -> Tensor:
         """The last `count` tokens that each row generated, int64 [n, count]."""
         states = self.states
         index = to_device(rows.astype(np.int64), states.device).unsqueeze(1)
         prompt_len = to_device(states.prompt_len[rows].astype(np.int64), states.device)
         total_len = to_device(states.total_len[rows], states.device)
         back = torch.arange(-count, 0, device=states.device)
+        if drafts is not None:
+            back = back + to_device(drafts.local_pos, states.device).unsqueeze(1)
         positions = total_len.unsqueeze(1) + back
-        tokens = states.all_token_ids.gpu[index, positions.clamp(min=0)]
+        # A draft's position may lie beyond the longest row.
+        columns = positions.clamp(min=0, max=states.max_model_len - 1)
+        tokens = states.all_token_ids.gpu[index, columns]
+        if drafts is not None and drafts.max_spec_len:
+            drafted = drafts.draft_token_ids[to_device(drafts.requests, states.device)]
+            drafted = drafted.gather(1, back.clamp(min=0, max=drafts.max_spec_len - 1))
+            tokens = torch.where(back >= 0, drafted, tokens.long())
         return torch.where(positions >= prompt_len.unsqueeze(1), tokens.long(), NOTHING)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vllmx.sampling_params import SamplingParams
+from vllmx.spec_decode.metadata import PLACEHOLDER_TOKEN_ID, SpecDecodeMetadata
 from vllmx.worker.buffer_utils import to_device
 from vllmx.worker.states import RequestState
 
@@ -83,31 +84,49 @@ class PenaltiesState:
         ).to(states.device, torch.int32)
 
     def record(self, rows: np.ndarray, sampled: Tensor) -> None:
-        """Count the tokens just sampled; rows, sampled: [n]."""
+        """Count the tokens just sampled; rows [n], sampled [n] or [n, k] with placeholders."""
         mine = self.active[rows]
         if not mine.any():
             return
         assert self.output_counts is not None
-        index = to_device(rows[mine], self.states.device)
-        chosen = sampled[to_device(np.flatnonzero(mine), self.states.device)]
-        self.output_counts[index, chosen] += 1
+        index = self._to_device(rows[mine])
+        chosen = sampled[self._to_device(np.flatnonzero(mine))]
+        if chosen.ndim == 1:
+            self.output_counts[index, chosen] += 1
+            return
+        where = (index.unsqueeze(1).expand_as(chosen), chosen.clamp(min=0))
+        is_token = (chosen != PLACEHOLDER_TOKEN_ID).to(torch.int32)
+        self.output_counts.index_put_(where, is_token, accumulate=True)
 
-    def apply(self, logits: Tensor, rows: np.ndarray) -> None:
-        """Penalise logits [n, vocab] of the rows, in place."""
+    def apply(
+        self, logits: Tensor, rows: np.ndarray, drafts: SpecDecodeMetadata | None = None
+    ) -> None:
+        """Penalise logits [n, vocab] of the rows, in place.
+
+        drafts: those of the batch whose logits these are; they count as generated.
+        """
         places = np.flatnonzero(self.active[rows])
         if not len(places):
             return
         assert self.output_counts is not None
         index = rows[places]
+        table_rows = self._to_device(index)
+        counts, prompt_mask = self.output_counts, self.prompt_mask
+        if drafts is not None:
+            counts, prompt_mask = counts[table_rows], prompt_mask[table_rows]
+            tokens, before = drafts.drafts_before(places)
+            before = before & (tokens != PLACEHOLDER_TOKEN_ID)
+            counts.scatter_add_(1, tokens.clamp(min=0), before.to(torch.int32))
+            table_rows = torch.arange(len(places), device=logits.device)
         self.apply_penalties(
             logits,
             self._to_device(places),
-            self._to_device(index),
+            table_rows,
             self._to_device(self.presence[index]),
             self._to_device(self.frequency[index]),
             self._to_device(self.repetition[index]),
-            self.output_counts,
-            self.prompt_mask,
+            counts,
+            prompt_mask,
         )
 
     def _to_device(self, array: np.ndarray) -> Tensor:

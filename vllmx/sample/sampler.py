@@ -22,6 +22,7 @@ from vllmx.sample.penalties import PenaltiesState
 from vllmx.sample.states import NO_LOGPROBS, SamplingStates, random_generator
 from vllmx.sample.thinking_budget import ThinkingBudgetState
 from vllmx.sampling_params import SamplingParams
+from vllmx.spec_decode.metadata import SpecDecodeMetadata
 from vllmx.worker.buffer_utils import to_device
 from vllmx.worker.states import RequestState
 
@@ -116,9 +117,6 @@ class Sampler:
 
         constrained: int [m], which of the n have a grammar, whose mask is in the logits already.
         """
-        num_logprobs = self.sampling_states.max_num_logprobs(rows)
-        named_ids = self.logprob_token_ids_state.gather(rows)
-        wants_logprobs = num_logprobs != NO_LOGPROBS or named_ids is not None
         processed = logits
         if self.needs_processing[rows].any():
             processed = self.apply_sampling_params(logits, rows, positions, constrained)
@@ -136,15 +134,28 @@ class Sampler:
             sampled = logits.argmax(dim=-1)
         self.penalties_state.record(rows, sampled)
         self.thinking_budget_state.record(rows, sampled)
-        if not wants_logprobs:
+        if not self.wants_logprobs(rows):
             return SamplerOutput(sampled, None)
-        source = processed if self.logprobs_mode.startswith("processed") else logits
+        source = processed if self.logprobs_processed else logits
+        return SamplerOutput(sampled, self.compute_logprobs(source, rows, sampled))
+
+    @property
+    def logprobs_processed(self) -> bool:
+        """Whether log-probabilities are of the logits that requests' parameters were applied to."""
+        return self.logprobs_mode.startswith("processed")
+
+    def wants_logprobs(self, rows: np.ndarray) -> bool:
+        """Whether any of the rows asks for log-probabilities."""
+        wanted = self.sampling_states.num_logprobs[rows] != NO_LOGPROBS
+        return bool(wanted.any() or self.logprob_token_ids_state.active[rows].any())
+
+    def compute_logprobs(self, logits: Tensor, rows: np.ndarray, sampled: Tensor) -> LogprobsLists:
+        """What rows [n] ask for of logits [n, vocab]; sampled: int64 [n], the tokens chosen."""
+        count = max(self.sampling_states.max_num_logprobs(rows), 0)
+        named_ids = self.logprob_token_ids_state.gather(rows)
         as_logits = self.logprobs_mode.endswith("logits")
         values = self.ops.token_logits if as_logits else self.ops.token_logprobs
-        count = max(num_logprobs, 0)
-        return SamplerOutput(
-            sampled, compute_topk_logprobs(source, count, sampled, values, named_ids)
-        )
+        return compute_topk_logprobs(logits, count, sampled, values, named_ids)
 
     def apply_sampling_params(
         self,
@@ -152,10 +163,12 @@ class Sampler:
         rows: np.ndarray,
         positions: np.ndarray,
         constrained: np.ndarray | None = None,
+        drafts: SpecDecodeMetadata | None = None,
     ) -> Tensor:
         """A float32 copy of logits with every request's parameters applied, in upstream's order.
 
-        constrained: see `__call__`.
+        constrained: see `__call__`; drafts: what comes before each row beside the tokens that its
+        request has. Then a request has several rows, each with its own position.
         """
         given, logits = logits, logits.to(torch.float32, copy=True)
         custom = self.custom
@@ -163,9 +176,9 @@ class Sampler:
         if custom is not None:
             custom.update_state()
             logits = custom.apply(custom.processors.non_argmax_invariant, logits, rows)
-        self.penalties_state.apply(logits, rows)
-        self.bad_words_state.apply(logits, rows)
-        self.thinking_budget_state.apply(logits, rows)
+        self.penalties_state.apply(logits, rows, drafts)
+        self.bad_words_state.apply(logits, rows, drafts)
+        self.thinking_budget_state.apply(logits, rows, drafts)
         self.sampling_states.apply_temperature(logits, rows)
         if custom is not None:
             logits = custom.apply(custom.processors.argmax_invariant, logits, rows)

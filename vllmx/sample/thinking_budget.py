@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vllmx.config import ReasoningConfig
 from vllmx.sampling_params import SamplingParams
+from vllmx.spec_decode.metadata import PLACEHOLDER_TOKEN_ID, SpecDecodeMetadata
 from vllmx.worker.buffer_utils import to_device
 from vllmx.worker.states import RequestState
 
@@ -72,26 +73,45 @@ class ThinkingBudgetState:
         state[0, WINDOW + self.window - len(kept) :] = kept
         return state
 
-    def apply(self, logits: Tensor, rows: np.ndarray) -> None:
-        """Leave, in place, rows whose budget is used up no choice; logits: [n, vocab]."""
+    def apply(
+        self, logits: Tensor, rows: np.ndarray, drafts: SpecDecodeMetadata | None = None
+    ) -> None:
+        """Leave, in place, rows whose budget is used up no choice; logits: [n, vocab].
+
+        drafts: those of the batch whose logits these are; they count as generated.
+        """
         places = np.flatnonzero(self.active[rows])
         if not len(places):
             return
         assert self.table is not None
         place = to_device(places, self.states.device)
-        forced = self.table[to_device(rows[places], self.states.device), FORCED]
+        state = self.table[to_device(rows[places], self.states.device)]
+        if drafts is not None:
+            tokens, before = drafts.drafts_before(places)
+            state = self._after(state, tokens, before)
+        forced = state[:, FORCED]
         where = (place, self.end_t[forced.clamp(min=0)])
         logits[where] = torch.where(forced >= 0, CERTAIN, logits[where])
 
     def record(self, rows: np.ndarray, sampled: Tensor) -> None:
-        """Move the rows on by the tokens just sampled; rows, sampled: [n]."""
+        """Move the rows on by the tokens just sampled; rows [n], sampled [n] or [n, k] with
+        placeholders."""
         places = np.flatnonzero(self.active[rows])
         if not len(places):
             return
         assert self.table is not None
         index = to_device(rows[places], self.states.device)
         tokens = sampled[to_device(places, self.states.device)]
-        self.table[index] = _advance(self.table[index], tokens, self.start_t, self.end_t)
+        tokens = tokens.reshape(len(places), -1)
+        is_token = tokens != PLACEHOLDER_TOKEN_ID
+        self.table[index] = self._after(self.table[index], tokens, is_token)
+
+    def _after(self, state: Tensor, tokens: Tensor, counts: Tensor) -> Tensor:
+        """The rows [m, WINDOW + w] after those of tokens [m, k] for which counts [m, k] is true."""
+        for token, here in zip(tokens.unbind(1), counts.unbind(1), strict=True):
+            advanced = _advance(state, token, self.start_t, self.end_t)
+            state = torch.where(here.unsqueeze(1), advanced, state)
+        return state
 
 
 def _advance(state: Tensor, tokens: Tensor, start: Tensor, end: Tensor) -> Tensor:

@@ -19,11 +19,13 @@ from vllmx.structured_output.backend_types import (
     StructuredOutputGrammar,
     StructuredOutputOptions,
 )
+from vllmx.structured_output.request import get_structured_output_key
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
     from vllmx.reasoning import ReasoningParser
     from vllmx.request import Request
+    from vllmx.sampling_params import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 
@@ -77,18 +79,23 @@ class StructuredOutputManager:
         structured.grammar = self._executor.submit(self._create_grammar, request)
 
     def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
-        from vllmx.structured_output.validation import json_options
-
         structured = request.structured_output_request
         assert structured is not None
-        name = structured.params._backend or self.vllm_config.structured_outputs_config.backend
         with self._lock:
             if self.reasoner_cls is not None:
                 self._get_reasoner(request)  # loads the tokenizer here, not in the loop
+        return self.compile(structured.params)
+
+    def compile(self, params: StructuredOutputsParams) -> StructuredOutputGrammar:
+        """A grammar at its begin, by the backend that `params` name; from any thread."""
+        from vllmx.structured_output.validation import json_options
+
+        name = params._backend or self.vllm_config.structured_outputs_config.backend
+        with self._lock:
             if name not in self.backends:
                 self.backends[name] = self._make_backend(name)
-        kind, spec = structured.structured_output_key
-        return self.backends[name].compile_grammar(kind, spec, json_options(structured.params))
+        kind, spec = get_structured_output_key(params)
+        return self.backends[name].compile_grammar(kind, spec, json_options(params))
 
     def _make_backend(self, name: str) -> StructuredOutputBackend:
         backend: type[StructuredOutputBackend]

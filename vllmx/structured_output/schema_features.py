@@ -19,7 +19,8 @@ _SCHEMA += ("unevaluatedItems", "items", "contains", "propertyNames", "not", "if
 _LISTS: Names = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
 _MAPS: Names = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _MAPS += ("dependencies",)
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+"""Keywords whose value is a number of things."""
 
 _OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
@@ -169,7 +170,7 @@ def _unsupported_here(node: dict[str, Any], path: str, support: SchemaSupport) -
         if len(together) > 1:
             return f"'{together[0]}' together with '{together[1]}'"
     for name in used:
-        if name in _COUNTS and type(node[name]) is not int:
+        if name in COUNTS and type(node[name]) is not int:
             return f"'{name}' that is no whole number"
     if not support.names_required and types == "object":
         unnamed = set(node.get("required", ())) - set(node.get("properties", ()))

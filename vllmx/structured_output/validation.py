@@ -10,7 +10,7 @@ refused, and with backend `auto` the next library is asked.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from vllmx.structured_output.schema_features import (
     texts_of,
     unsupported_feature,
 )
+from vllmx.structured_output.schema_rewrite import rewrite_schema
 from vllmx.structured_output.utils import (
     choice_as_grammar,
     compile_regex_with_timeout,
@@ -51,8 +52,9 @@ def validate_structured_outputs(
 ) -> None:
     """Choose the backend of `params.structured_outputs`, which becomes a copy that names it.
 
-    Lark and choices become EBNF where the backend wants it. VLLMValidationError for a constraint
-    that no backend in question enforces, with what it lacks.
+    Lark and choices become EBNF where the backend wants it, and a schema that no backend enforces
+    one of the same meaning that one does. VLLMValidationError for a constraint that no backend in
+    question enforces, with what it lacks.
     """
     asked = params.structured_outputs
     if config is None or asked is None:
@@ -72,10 +74,12 @@ def validate_structured_outputs(
     chosen = copy(asked)
     chosen.disable_any_whitespace |= config.disable_any_whitespace
     chosen.disable_additional_properties |= config.disable_additional_properties
-    kind, spec = get_structured_output_key(chosen)
-    backend, kind, spec = _choose(config.backend, kind, spec, json_options(chosen))
+    kind, given = get_structured_output_key(chosen)
+    backend, kind, spec = _choose(config.backend, kind, given, json_options(chosen))
     if kind == Kind.GRAMMAR:
         chosen.choice, chosen.grammar = None, spec
+    elif kind == Kind.JSON and spec != given:
+        chosen.json = spec
     chosen._backend, chosen._backend_was_auto = backend, config.backend == "auto"
     params.structured_outputs = chosen
 
@@ -130,15 +134,40 @@ def _choose(
     backend: str, kind: StructuredOutputOptions, spec: str, options: JSONOptions
 ) -> tuple[str, StructuredOutputOptions, str]:
     """(backend, kind, text) that enforce a constraint, the last two as the backend takes them."""
-    reasons = []
+    reasons: list[str] = []
+    for text in _ways_to_say(kind, spec):
+        found = _ask(backend, kind, text, options, reasons)
+        if found is not None:
+            return found
+    raise _error(f"The constraint ({kind.name.lower()}) cannot be enforced. " + "; ".join(reasons))
+
+
+def _ways_to_say(kind: Kind, spec: str) -> Iterator[str]:
+    """`spec`, then what it means in the words that libraries know, if that is something else."""
+    yield spec
+    if kind == Kind.JSON:
+        schema = _parse_schema(spec)
+        rewritten = json.dumps(rewrite_schema(schema))
+        if rewritten != json.dumps(schema):
+            yield rewritten
+
+
+def _ask(
+    backend: str, kind: Kind, spec: str, options: JSONOptions, reasons: list[str]
+) -> tuple[str, Kind, str] | None:
+    """What `_choose` gives, or None: then `reasons` has what each library lacks, of the first way
+    to say it."""
+    first = not reasons
     for name in AUTO if backend == "auto" else (backend,):
         try:
             return name, *_CHECKS[name](kind, spec, options)
         except RecursionError:
-            reasons.append(f"{name}: it is nested too deep")
+            reason = "it is nested too deep"
         except Exception as error:  # of three libraries, each with errors of its own
-            reasons.append(f"{name}: {str(error) or type(error).__name__}")
-    raise _error(f"The constraint ({kind.name.lower()}) cannot be enforced. " + "; ".join(reasons))
+            reason = str(error) or type(error).__name__
+        if first:
+            reasons.append(f"{name}: {reason}")
+    return None
 
 
 def _check_xgrammar(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, str]:

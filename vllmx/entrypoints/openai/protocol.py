@@ -216,6 +216,12 @@ class GenerationRequest(OpenAIBaseModel):
                 "search; leave one of them out.",
                 parameter="prompt_logprobs",
             )
+        if self.get_structured_outputs() is not None:
+            raise VLLMValidationError(
+                "`structured_outputs` and `response_format` are not available with beam search "
+                "over HTTP; leave one of them out, or call LLM.beam_search.",
+                parameter="structured_outputs",
+            )
 
     @property
     def max_tokens_name(self) -> str:
