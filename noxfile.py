@@ -58,7 +58,11 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Run every test, on all cores; arguments after -- go to one pytest instead."""
     python = shared_python(session)
-    session.run(python, "-m", "pytest", *(session.posargs or IN_PARALLEL))
+    if session.posargs:
+        session.run(python, "-m", "pytest", *session.posargs)
+        return
+    session.run(python, "-m", "pytest", *IN_PARALLEL, "-m", "not alone")
+    session.run(python, "-m", "pytest", "-m", "alone")
 
 
 @nox.session
