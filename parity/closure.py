@@ -104,6 +104,8 @@ class Sources:
         self.root = root
         self.modules: dict[str, Module] = {}
         self.known: dict[str, tuple[str, list[str]]] = {}
+        self.imports: dict[str, list[str]] = {}
+        self.found: dict[str, str | None] = {}
 
     def module(self, path: str) -> Module:
         """The file `path`, relative to the root."""
@@ -172,10 +174,17 @@ class Sources:
             if path in found:
                 continue
             found.add(path)
-            module = self.module(path)
-            for target, name in self._imports_within(module, module.tree).values():
-                queue += [path_of(symbol) for symbol in self._imported(target, name, None)]
+            queue += self._imported_files(path)
         return sorted(found)
+
+    def _imported_files(self, path: str) -> list[str]:
+        """The files of the repository that `path` imports itself, worked out once."""
+        if path not in self.imports:
+            module = self.module(path)
+            within = self._imports_within(module, module.tree).values()
+            symbols = [symbol for where in within for symbol in self._imported(*where, None)]
+            self.imports[path] = sorted({path_of(symbol) for symbol in symbols})
+        return self.imports[path]
 
     def _imports_within(self, module: Module, node: ast.AST) -> dict[str, tuple[str, str | None]]:
         scratch = Module(module.path, "", module.tree, module.package)
@@ -201,11 +210,13 @@ class Sources:
         return [path]
 
     def _file(self, dotted: str) -> str | None:
-        base = dotted.replace(".", "/")
-        for path in (f"{base}.py", f"{base}/__init__.py"):
-            if (self.root / path).is_file():
-                return path
-        return None
+        """The file of a module, if it is one of the repository; looked for once."""
+        if dotted not in self.found:
+            base = dotted.replace(".", "/")
+            paths = (f"{base}.py", f"{base}/__init__.py")
+            here = (path for path in paths if (self.root / path).is_file())
+            self.found[dotted] = next(here, None)
+        return self.found[dotted]
 
 
 def _index(module: Module, statement: ast.AST) -> None:

@@ -177,11 +177,21 @@ def save_tiny(name: str, folder: Path, seed: int = 0) -> torch.nn.Module:
     return model
 
 
+POOL_BYTES = 32 << 20
+"""KV cache of a tiny model's engine: most of a machine's memory is a pool of 350,000 blocks, a
+second or two to make, to clear and to count for each engine."""
+
+
 def build_engine(model: str | Path, **kwargs: object) -> LLM:
-    """An engine for a folder without tokenizer or a named model; one thread."""
+    """An engine for a folder without tokenizer or a named model; one thread.
+
+    That of a folder has a KV cache of POOL_BYTES where nothing else is asked for.
+    """
     priority = kwargs.pop("default_priority", [])
     backend = kwargs.pop("attention_backend", None)
     kwargs.setdefault("skip_tokenizer_init", Path(model).is_dir())
+    if Path(model).is_dir() and kwargs.get("num_gpu_blocks_override") is None:
+        kwargs.setdefault("kv_cache_memory_bytes", POOL_BYTES)
     run: RunConfig = engine_args_to_config(model=str(model), **kwargs)
     run.kernel.default_priority, run.attention.backend = priority, backend
     run.device.num_threads = 1

@@ -7,6 +7,7 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"
 # Two cores are shared with child processes: threads that spin for each other cost most.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from vllmx import platform
 

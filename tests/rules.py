@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -316,8 +316,9 @@ def committed_files() -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
+@cache
 def sources() -> list[Source]:
-    """The Python files of the repository."""
+    """The Python files of the repository, read once."""
     found = [path for path in committed_files() if path.suffix == ".py"]
     return [Source(p.relative_to(ROOT).as_posix(), p.read_text(encoding="utf-8")) for p in found]
 

@@ -114,6 +114,7 @@ def hold_up() -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_first_token_comes_within_6_s_in_less_than_1_3_gb() -> None:
     best = float("inf")
     for _ in range(ATTEMPTS):

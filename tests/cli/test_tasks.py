@@ -219,6 +219,7 @@ def test_bench_overhead_with_and_without_detokenizing(output, tiny_model: str) -
     assert all(value > 0 for value in result["us_per_request_step"].values())
 
 
+@pytest.mark.alone
 def test_overhead_of_64_running_requests_is_at_most_15_us_each_a_step(output, tiny_model) -> None:
     argv = ["--batch-size=64", "--output-len=64", "--num-iters=1", "--num-iters-warmup=0"]
     best = {"no_detokenize": float("inf"), "detokenize": float("inf")}

@@ -89,7 +89,7 @@ WRONG_TYPES = [None, "1", "", b"1", 1.5, [], [1], [None], {}, {1: 2}, object(), 
 
 
 @pytest.mark.parametrize("make", [SamplingParams, SamplingParams.from_optional])
-@pytest.mark.parametrize("value", WRONG_TYPES, ids=repr)
+@pytest.mark.parametrize("value", WRONG_TYPES, ids=lambda v: repr(v).split(" at 0x")[0])
 def test_value_of_any_type_is_taken_or_refused_with_its_name(make, value):
     """Whatever the parameter: no AttributeError from inside, and no other parameter's name."""
     names = [name for name in signature(make).parameters if not name.startswith("_")]

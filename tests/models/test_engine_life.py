@@ -47,6 +47,7 @@ def test_model_is_freed_at_once(tiny, how) -> None:
             tokens(llm)
 
 
+@pytest.mark.parametrize("tiny", ["llama"], indirect=True)
 def test_heap_is_thawed_at_the_end_of_a_script_that_shuts_nothing_down(tiny) -> None:
     """Python tears down no frozen object, and libraries that count theirs print pages of leaks."""
     code = """

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from checkpoints import VOCAB, save_tiny
+from checkpoints import POOL_BYTES, VOCAB, save_tiny
 
 from vllmx import LLM, SamplingParams
 from vllmx.exceptions import VLLMValidationError
@@ -56,7 +56,8 @@ def llm(tmp_path_factory) -> LLM:
     folder = tmp_path_factory.mktemp("fuzz") / "llama"
     save_tiny("llama", folder)
     settings = {"skip_tokenizer_init": True, "num_threads": 1, "use_tqdm_on_load": False}
-    return LLM(str(folder), max_logprobs=-1, max_num_seqs=64, **settings)
+    pool = {"kv_cache_memory_bytes": POOL_BYTES}
+    return LLM(str(folder), max_logprobs=-1, max_num_seqs=64, **settings, **pool)
 
 
 def draw_params(rng: random.Random) -> dict[str, Any]:

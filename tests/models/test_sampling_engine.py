@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from checkpoints import VOCAB, build_engine, save_tiny
+from checkpoints import POOL_BYTES, VOCAB, build_engine, save_tiny
 
 from vllmx import LLM, BeamSearchParams, SamplingParams
 from vllmx.config import ReasoningConfig, finalize
@@ -61,6 +61,7 @@ def engine(llama) -> LLM:
         disable_log_stats=False,
         max_num_seqs=32,
         block_size=4,
+        kv_cache_memory_bytes=POOL_BYTES,
     )
 
 
