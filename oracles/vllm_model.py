@@ -84,9 +84,9 @@ def _options(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choose_experts_with_their_bias() -> None:
-    """Upstream's CPU heeds a router's bias for the choice, and scores by sigmoid, only where experts
-    are in groups, its GPU always: here those of one group are a group. The golden names its lane
-    `vllm-cpu-f32-onegroup`."""
+    """Upstream's CPU heeds a router's bias for the choice, and scores by sigmoid, only where there
+    are groups of experts, its GPU always: here all experts are one group. The golden names its
+    lane `vllm-cpu-f32-onegroup`."""
     from vllm.model_executor.layers.fused_moe import cpu_fused_moe
 
     choose = cpu_fused_moe.select_experts
