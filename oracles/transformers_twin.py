@@ -21,8 +21,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 def load(folder: Path) -> PreTrainedModel:
     """The model of `folder` in float32; ValueError unless every weight is there and has its place.
 
-    An output head may be missing: it is then the embedding's.
+    An output head may be missing: it is then the embedding's. Where the folder has a folder `twin`,
+    that is the model: the same weights under the names of a family that transformers knows.
     """
+    if (folder / "twin").is_dir():
+        folder = folder / "twin"
     model, found = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,

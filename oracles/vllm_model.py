@@ -25,6 +25,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 LONGEST = 1024
+_lane = ["vllm-cpu-f32"]
 WHOLE = {
     "CohereDecoderLayer",
     "Exaone4DecoderLayer",
@@ -46,7 +47,7 @@ def describe() -> dict[str, Any]:
     return {
         "name": "vllm",
         "version": vllm_pin.VERSION,
-        "lane": "vllm-cpu-f32-gdnref" if gdn_reference.patched() else "vllm-cpu-f32",
+        "lane": "vllm-cpu-f32-gdnref" if gdn_reference.patched() else _lane[-1],
         "callable": "vllm.LLM.generate",
         "torch": torch.__version__,
         "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
@@ -58,16 +59,60 @@ def compute(job: Job) -> Answer:
     """Continue and score the sequences of `job`."""
     os.environ.update(SETTINGS)
     _give_sinks_as_bfloat16()
+    config = json.loads((Path(job.folder) / "config.json").read_text())
+    if config.get("model_type") in ("ernie4_5_moe", "minimax_m2"):
+        _choose_experts_with_their_bias()
+    if config.get("hidden_act") == "xielu":
+        _keep_xielu_in_float32()
     if gdn_reference.is_hybrid(Path(job.folder)):
         gdn_reference.patch()
-    blocks = _blocks(Path(job.folder))
-    return answer_of(job, stream=True, dtype="float32", enforce_eager=True, **blocks)
+    options = _options(config)
+    return answer_of(job, stream=True, dtype="float32", enforce_eager=True, **options)
 
 
-def _blocks(folder: Path) -> dict[str, Any]:
-    """Blocks that chunks of local attention are whole numbers of; others are upstream's own."""
-    config = json.loads((folder / "config.json").read_text())
-    return {"block_size": 32} if config.get("attention_chunk_size") else {}
+def _options(config: dict[str, Any]) -> dict[str, Any]:
+    """What upstream has to be told to run a config: blocks that chunks of local attention are whole
+    numbers of, and one rotation where its class reads one and transformers one for each kind."""
+    options: dict[str, Any] = {}
+    if config.get("attention_chunk_size"):
+        options["block_size"] = 32
+    rope = config.get("rope_parameters") or {}
+    flat = {key: value for key, value in rope.items() if not isinstance(value, dict)}
+    if flat and flat != rope:
+        options["hf_overrides"] = {"rope_parameters": flat}
+    return options
+
+
+def _choose_experts_with_their_bias() -> None:
+    """Upstream's CPU heeds a router's bias for the choice, and scores by sigmoid, only where there
+    are groups of experts, its GPU always: here all experts are one group. The golden names its
+    lane `vllm-cpu-f32-onegroup`."""
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+
+    choose = cpu_fused_moe.select_experts
+
+    def select_experts(**args: Any) -> Any:
+        if not args["use_grouped_topk"] and args.get("e_score_correction_bias") is not None:
+            args |= {"use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1}
+        return choose(**args)
+
+    cpu_fused_moe.select_experts = select_experts
+    _lane.append("vllm-cpu-f32-onegroup")
+
+
+def _keep_xielu_in_float32() -> None:
+    """Upstream makes the numbers of this activation in bfloat16 unless it is told otherwise, also
+    where a model is served in float32. The golden names its lane `vllm-cpu-f32-xielu32`."""
+    import torch
+    from vllm.model_executor.layers.activation import XIELU
+
+    make = XIELU.__init__
+
+    def in_float32(self: Any, *args: Any, **others: Any) -> None:
+        make(self, *args, **{"dtype": torch.float32, **others})
+
+    XIELU.__init__ = in_float32
+    _lane.append("vllm-cpu-f32-xielu32")
 
 
 def _give_sinks_as_bfloat16() -> None:
@@ -158,7 +203,9 @@ def _stream(llm: Any, sequence: list[int]) -> list[np.ndarray]:
     _generate(llm, [sequence], SamplingParams(temperature=0.0, max_tokens=1, detokenize=False))
     for handle in handles:
         handle.remove()
-    return [rows[: len(sequence)].float().cpu().numpy() for rows in seen]
+    # Models of transformers that upstream runs have a dimension for the batch.
+    rows = [found.reshape(-1, found.shape[-1])[: len(sequence)] for found in seen]
+    return [found.float().cpu().numpy() for found in rows]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES = ROOT / "parity" / "upstream_architectures.tsv"
 REPORT = ROOT / "reports" / "architectures.md"
 TABLE = "_TEXT_GENERATION_MODELS"
+BACKED = "_TRANSFORMERS_SUPPORTED_MODELS"
+"""Those that upstream has no file of its own for: it runs the class of transformers."""
+BACKEND = "transformers"
 HEAD = "architecture\tmodule\tclass"
 
 
@@ -34,13 +37,17 @@ class Served:
 
 def read_upstream(registry: Path) -> list[str]:
     """Lines of the .tsv, by name, from the text of upstream's registry; ValueError without it."""
+    tables: dict[str, dict[str, tuple[str, str]]] = {}
     for node in ast.parse(registry.read_text(encoding="utf-8")).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(t, ast.Name) and t.id == TABLE for t in targets):
-            table = ast.literal_eval(node.value)  # type: ignore[attr-defined]
-            rows = sorted(table.items(), key=lambda item: item[0].lower())
-            return [f"{name}\t{module}\t{cls}" for name, (module, cls) in rows]
-    raise ValueError(f"{registry} has no {TABLE}")
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id in (TABLE, BACKED):
+                tables[target.id] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
+    if TABLE not in tables:
+        raise ValueError(f"{registry} has no {TABLE}")
+    text = {k: v for k, v in tables.get(BACKED, {}).items() if "MultiModal" not in v[1]}
+    rows = sorted((tables[TABLE] | text).items(), key=lambda item: item[0].lower())
+    return [f"{name}\t{module}\t{cls}" for name, (module, cls) in rows]
 
 
 def ours() -> dict[str, Served]:
@@ -56,7 +63,7 @@ def ours() -> dict[str, Served]:
 
 
 def _is_architecture(name: str) -> bool:
-    return "For" in name or name.endswith("LMHeadModel")
+    return "For" in name or name.endswith("LMHeadModel") or name == "ChatGLMModel"
 
 
 def tiny_models() -> dict[str, str]:
@@ -87,6 +94,7 @@ def table() -> str:
         rows.append(
             f"| {architecture} | {module} | {state} | {where} | {tiny.get(architecture, '')} |"
         )
+    backed = sum(module == BACKEND for _, module, _ in names)
     beyond = sorted(known.keys() - {row[0] for row in names})
     total = " + ".join(f"{counts[s]} {s}" for s in ("served", "served by subclass", "later"))
     return "\n".join(
@@ -94,10 +102,12 @@ def table() -> str:
             "# Text-generation architectures",
             "",
             "Made by `python -m parity.architectures`; do not edit. Upstream's list is that of its",
-            "registry, v0.25.0. `golden` is the tiny model that is held to upstream's float32 and",
-            "to transformers by the gate of [docs/goldens.md](../docs/goldens.md).",
+            "registry, v0.25.0; where it says `transformers`, upstream has no file but runs",
+            "that class. `golden` is the tiny model that is held to upstream's",
+            "float32 and to transformers by the gate of [docs/goldens.md](../docs/goldens.md).",
             "",
-            f"{len(names)} = {total}. Beyond the list: {', '.join(beyond) or 'none'}.",
+            f"{len(names) - backed} and {backed} by transformers = {total}. Beyond the list: "
+            f"{', '.join(beyond) or 'none'}.",
             "",
             "| architecture | upstream's module | here | file | golden |",
             "|---|---|---|---|---|",

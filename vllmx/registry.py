@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"^(?:class )?(\w+For\w+|\w+LMHeadModel)(?=[(:]| = )", re.MULTILINE)
+_NAME = re.compile(r"^(?:class )?(\w+For\w+|\w+LMHeadModel|ChatGLMModel)(?=[(:]| = )", re.MULTILINE)
 
 
 @cache

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families with experts whose tiny checkpoints are written in letters: that they are what
-transformers computes, what a config may leave out, and what is refused."""
+"""Families with experts, and those that transformers has no class for but a twin: that they are
+what transformers computes, what a config may leave out, and what is refused."""
 
 import json
 import shutil
@@ -19,6 +19,7 @@ from vllmx.models.hf_config import DEFAULTS, HFConfig
 from vllmx.models.llama4 import is_tuned
 from vllmx.tiny.checkpoint import save
 from vllmx.tiny.sparse_configs import MORE_SPARSE
+from vllmx.tiny.twins import TWIN_FAMILIES
 
 FAMILIES = sorted({family["model_type"] for family in MORE_SPARSE.values()})
 
@@ -44,7 +45,7 @@ def changed(source: Path, target: Path, **config: object) -> Path:
     return target
 
 
-@pytest.mark.parametrize("name", sorted(MORE_SPARSE))
+@pytest.mark.parametrize("name", sorted(MORE_SPARSE | TWIN_FAMILIES))
 def test_pieces_of_a_prompt_equal_transformers(folders, name) -> None:
     ids = [3 + 37 * i % 1000 for i in range(70)]
     with torch.inference_mode():
@@ -61,22 +62,23 @@ def test_values_left_out_are_those_of_transformers(family) -> None:
     theirs, ours = AutoConfig.for_model(family), HFConfig({"model_type": family})
     rope = getattr(theirs, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
+    mine = ours.rope_parameters.get("full_attention", ours.rope_parameters)
     for key in DEFAULTS[family]:
         if key in ("rope_theta", "partial_rotary_factor"):
-            want, got = rope.get(key), ours.rope_parameters.get(key)
+            want, got = rope.get(key), mine.get(key)
         elif key == "rope_parameters":
-            want = {name: rope.get(name) for name in ours.rope_parameters}
-            got = ours.rope_parameters
+            want, got = {name: rope.get(name) for name in mine}, mine
         else:
             want, got = getattr(theirs, key, None), ours.to_dict()[key]
         assert want is None or want == got, f"{key}: {want} there, {got} here"
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+@pytest.mark.parametrize("family", ["afmoe", "exaone_moe", "gpt_oss", "llama4_text"])
 def test_layer_types_left_out_are_those_of_transformers(family) -> None:
     from transformers import AutoConfig
 
-    said = {"num_hidden_layers": 9, "num_attention_heads": 8, "hidden_size": 64}
+    said = {"num_hidden_layers": 9, "num_attention_heads": 8, "num_key_value_heads": 8}
+    said |= {"hidden_size": 64}
     theirs = AutoConfig.for_model(family, **said)
     assert HFConfig({"model_type": family, **said}).layer_types == list(theirs.layer_types)
 
@@ -94,6 +96,27 @@ def test_late_queries_of_llama4_grow_where_upstreams_do(told, longest, tuned) ->
     assert is_tuned(config, run) == tuned
 
 
+def test_a_bias_of_phis_head_is_added(folders, tmp_path) -> None:
+    """Upstream leaves it out, so no golden can show it."""
+    folder = changed(folders("tiny-phimoe"), tmp_path / "biased", lm_head_bias=True)
+    tensors = load_file(folder / "model.safetensors")
+    bias = {"lm_head.bias": torch.linspace(-1, 1, 1024)}
+    save_file(tensors | bias, folder / "model.safetensors", {"format": "pt"})
+    with torch.inference_mode():
+        want = load_twin(folder)(torch.tensor([[5, 6, 7]])).logits[0].float()
+    got = HybridDriver(folder).step({0: [5, 6, 7]})[0]
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
+
+
+def test_layers_for_drafting_are_left_out(folders, tmp_path) -> None:
+    """Those of EXAONE MoE and of MiMo, under their own names."""
+    for name, extra in (("tiny-exaone_moe", "mtp.norm"), ("tiny-mimo", "model.mtp_layers.0.norm")):
+        folder = changed(folders(name), tmp_path / name)
+        tensors = load_file(folder / "model.safetensors")
+        save_file(tensors | {f"{extra}.weight": torch.ones(3)}, folder / "model.safetensors")
+        HybridDriver(folder)
+
+
 REFUSED = [
     ("tiny-gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; experts are served with 7.0"),
     ("tiny-gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
@@ -103,6 +126,12 @@ REFUSED = [
         "quantization method 'mxfp4' is not supported",
     ),
     ("tiny-gpt_oss", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, of 8 experts"),
+    ("tiny-phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3; 2 is served only"),
+    ("tiny-phimoe", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; 0.01 is served"),
+    ("tiny-exaone_moe", {"n_group": 3}, "n_group is 3"),
+    ("tiny-deepseek", {"kv_lora_rank": 16}, "kv_lora_rank is set, which is not supported"),
+    ("tiny-chatglm", {"rmsnorm": False}, "rmsnorm=False is not supported"),
+    ("tiny-minicpm", {"num_experts": 8}, "num_experts is set, which is not supported"),
     ("tiny-llama4", {"num_experts_per_tok": 2}, "served with one expert a token"),
     ("tiny-llama4", {"layer_types": ["sliding_attention"] * 4}, r"layer_types\[0\] is 'sliding_at"),
 ]
@@ -118,6 +147,11 @@ LACKING = [
     ("tiny-gpt_oss", "model.layers.1.self_attn.sinks"),
     ("tiny-gpt_oss", "model.layers.2.mlp.experts.gate_up_proj_bias"),
     ("tiny-llama4", "model.layers.1.feed_forward.experts.down_proj"),
+    ("tiny-afmoe", "model.layers.2.mlp.expert_bias"),
+    ("tiny-ernie4_5_moe", "model.layers.1.mlp.moe_statics.e_score_correction_bias"),
+    ("tiny-granitemoeshared", "model.layers.1.shared_mlp.output_linear.weight"),
+    ("tiny-internlm2", "model.layers.3.feed_forward.w3.weight"),
+    ("tiny-chatglm", "transformer.encoder.layers.0.self_attention.dense.weight"),
 ]
 
 

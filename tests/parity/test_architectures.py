@@ -27,6 +27,10 @@ def test_names_are_read_from_upstreams_registry(tmp_path) -> None:
     file = tmp_path / "registry.py"
     file.write_text('_TEXT_GENERATION_MODELS = {"B": ("b", "C"), "a": ("a", "A")}\n')
     assert architectures.read_upstream(file) == ["a\ta\tA", "B\tb\tC"]
+    backed = '{"b2": ("transformers", "T"), "c": ("transformers", "TransformersMultiModal")}'
+    with file.open("a") as more:
+        more.write(f"_TRANSFORMERS_SUPPORTED_MODELS = {backed}\n")
+    assert architectures.read_upstream(file)[2:] == ["b2\ttransformers\tT"]
     file.write_text("X = {}\n")
     with pytest.raises(ValueError, match="has no _TEXT_GENERATION_MODELS"):
         architectures.read_upstream(file)

@@ -27,6 +27,7 @@ class FusedMoE(WeightHolder, nn.Module):
     scoring_func: "softmax" or "sigmoid". e_score_correction_bias: float32 [E], added to the scores
     that experts are chosen by. routed_scaling_factor: of all weights. apply_router_weight_on_input:
     the one expert of a token gets it times its weight, and what it returns is not weighted.
+    custom_routing_function: stands for all of that, [T, E] -> (float32 [T, K], int32 [T, K]).
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class FusedMoE(WeightHolder, nn.Module):
         activation: str = "silu",
         has_bias: bool = False,
         apply_router_weight_on_input: bool = False,
+        custom_routing_function: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
         ckpt_names: tuple[str, str, str] = ("gate_proj", "down_proj", "up_proj"),
     ) -> None:
         super().__init__()
@@ -77,7 +79,7 @@ class FusedMoE(WeightHolder, nn.Module):
         }
         self._expected = self._stacked
         groups = (num_expert_group, topk_group) if use_grouped_topk else (1, 1)
-        self._route = self._router(
+        self._route = custom_routing_function or self._router(
             renormalize, groups, scoring_func, routed_scaling_factor, e_score_correction_bias
         )
         self._experts = ops.bind(

@@ -37,6 +37,10 @@ class GateLinear(WeightHolder, nn.Module):
             expected["e_score_correction_bias", None] = self.shape[:1]
         return expected
 
+    def checkpoint_name(self, param: str, shard_id: str | None) -> str | None:
+        """The bias by its own name: families keep it beside the matrix or elsewhere."""
+        return None if param == "weight" else param
+
     def finish_loading(self) -> None:
         """Keep both in float32."""
         self.weight = self.take_float("weight").to(self.ops.device).clone()

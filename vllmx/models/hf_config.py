@@ -18,6 +18,7 @@ from vllmx.models.hf_dense import (
     ALL_SLIDING,
     DENSE_DEFAULTS,
     MINISTRAL3_DEFAULTS,
+    REMOTE_DEFAULTS,
     SLIDING,
 )
 from vllmx.models.hf_sparse import SPARSE_ALIASES, SPARSE_DEFAULTS
@@ -78,6 +79,7 @@ MOE_DEFAULTS: dict[str, Any] = {
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     **DENSE_DEFAULTS,
+    **REMOTE_DEFAULTS,
     **SPARSE_DEFAULTS,
     "llama": LLAMA_DEFAULTS,
     "mistral": LLAMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
@@ -200,6 +202,8 @@ def _derive_attention(config: HFConfig) -> None:
     for key, value in (("num_attention_heads", heads), ("num_hidden_layers", layers)):
         if value < 1:
             raise CheckpointError(f"{config.origin}: {key!r} is {value}, it must be positive.")
+    if values.get("model_type") == "gpt_bigcode" and values["multi_query"]:
+        values["num_key_value_heads"] = 1
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = heads
     kv_heads = config.read("num_key_value_heads", int)
@@ -242,6 +246,9 @@ def _layer_types(config: HFConfig, layers: int) -> list[str]:
         return [full if (i + 1) % period == 0 else "linear_attention" for i in range(layers)]
     if values.get("sliding_window") is None:
         return [full] * layers
+    if values.get("model_type") == "smollm3":  # layers that do not rotate have the window
+        use = values["use_sliding_window"]
+        return [sliding if use and not r else full for r in values["no_rope_layers"]]
     if "use_sliding_window" in values:  # Qwen: the first layers stay full
         if not values["use_sliding_window"]:
             return [full] * layers

@@ -71,6 +71,8 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 500000.0,
     },
     "exaone4": LLAMA_LIKE | {"rms_norm_eps": 1e-5, "sliding_window_pattern": 4},
+    "exaone": LLAMA_LIKE
+    | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "rope_theta": 500000.0},
     "falcon": COMMON
     | {
         "layer_norm_eps": 1e-5,
@@ -94,6 +96,13 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
     "glm": GLM | {"attention_bias": True},
     "glm4": GLM | {"attention_bias": True},
     "gpt2": GPT | {"tie_word_embeddings": True, "max_position_embeddings": 1024},
+    "gpt_bigcode": GPT
+    | {
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 1024,
+        "multi_query": True,
+    },
     "gpt_neox": GPT
     | {
         "hidden_act": "gelu",
@@ -110,6 +119,27 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 1.0,
     },
     "hunyuan_v1_dense": LLAMA_LIKE | {"rms_norm_eps": 1e-5},
+    "hyperclovax": LLAMA_LIKE
+    | {
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "use_post_norm": True,
+    },
+    "internlm3": LLAMA_LIKE
+    | {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    },
+    "iquestcoder": LLAMA_LIKE
+    | {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
     "jais2": COMMON
     | {
         "hidden_act": "relu2",
@@ -161,6 +191,16 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "seed_oss": LLAMA_LIKE
     | {"max_position_embeddings": 524288, "attention_bias": True, "attention_out_bias": False},
+    "smollm3": LLAMA_LIKE
+    | {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "no_rope_layer_interval": 4,
+        "rope_theta": 2000000.0,
+    },
     "stablelm": COMMON
     | {
         "hidden_act": "silu",
@@ -171,8 +211,29 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "qk_layernorm": False,
         "use_parallel_residual": False,
     },
+    "starcoder2": COMMON
+    | {
+        "hidden_act": "gelu_pytorch_tanh",
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 2,
+        "sliding_window": None,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
 }
 """What transformers assumes, by model_type, for keys that a config.json may leave out."""
+
+REMOTE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "chatglm": LLAMA_LIKE | {"rms_norm_eps": 1e-5},
+    "internlm2": LLAMA_LIKE,
+    "mimo": LLAMA_LIKE | {"max_position_embeddings": 32768},
+    "minicpm": LLAMA_LIKE | {"scale_emb": 1.0, "scale_depth": 1.0, "dim_model_base": 1},
+    "orion": LLAMA_LIKE | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "telechat": LLAMA_LIKE | {"rms_norm_eps": 1e-5},
+}
+"""The same for families that transformers has no class for: what their own code assumes."""
 
 MINISTRAL3_DEFAULTS = LLAMA_LIKE | {
     "rms_norm_eps": 1e-5,
@@ -200,6 +261,21 @@ _GPT_NAMES = {
     "layer_norm_eps": "layer_norm_epsilon",
 }
 ALIASES: dict[str, dict[str, str]] = {
+    "chatglm": {
+        "vocab_size": "padded_vocab_size",
+        "num_hidden_layers": "num_layers",
+        "intermediate_size": "ffn_hidden_size",
+        "head_dim": "kv_channels",
+        "rms_norm_eps": "layernorm_epsilon",
+        "max_position_embeddings": "seq_length",
+        "mlp_bias": "add_bias_linear",
+        "num_key_value_heads": "multi_query_group_num",
+    },
+    "exaone": {
+        "num_hidden_layers": "num_layers",
+        "rms_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+    },
     "falcon": {
         "intermediate_size": "ffn_hidden_size",
         "num_key_value_heads": "num_kv_heads",
@@ -208,14 +284,36 @@ ALIASES: dict[str, dict[str, str]] = {
     },
     "gemma": {"hidden_activation": "hidden_act"},
     "gpt2": _GPT_NAMES,
+    "gpt_bigcode": _GPT_NAMES,
     "gpt_neox": {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
     "gptj": _GPT_NAMES,
+    "internlm2": {"attention_bias": "bias"},
+    "telechat": {
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "ffn_hidden_size",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    "internlm3": {"attention_bias": "qkv_bias", "mlp_bias": "bias"},
     "nemotron": {"layer_norm_eps": "norm_eps"},
     "opt": {"hidden_act": "activation_function", "intermediate_size": "ffn_dim"},
+    "starcoder2": {
+        "layer_norm_eps": "norm_epsilon",
+        "attention_bias": "use_bias",
+        "mlp_bias": "use_bias",
+    },
 }
 """By model_type: our key -> the family's own, taken where ours is not there."""
 
-SLIDING: dict[str, int] = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gpt_oss": 2, "olmo3": 4}
+SLIDING: dict[str, int] = {
+    "afmoe": 4,
+    "cohere2": 4,
+    "exaone4": 4,
+    "exaone_moe": 4,
+    "gemma2": 2,
+    "gpt_oss": 2,
+    "olmo3": 4,
+}
 """Families whose every n-th layer is full and the others have a window, unless told otherwise."""
-ALL_SLIDING = ("mistral", "ministral3", "mixtral", "phi3")
+ALL_SLIDING = ("mistral", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2")
 """Families of which every layer has the window, if there is one."""

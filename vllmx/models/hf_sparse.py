@@ -17,6 +17,121 @@ QWEN_MOE = LLAMA_LIKE | {
     "mlp_only_layers": None,
 }
 SPARSE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "afmoe": LLAMA_LIKE
+    | {
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "max_position_embeddings": 16384,
+        "sliding_window": 1024,
+        "sliding_window_pattern": 4,
+        "moe_intermediate_size": 1408,
+        "num_dense_layers": 1,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        "num_shared_experts": 2,
+        "route_scale": 1.0,
+        "route_norm": True,
+        "score_func": "sigmoid",
+        "n_group": 1,
+        "topk_group": 1,
+        "mup_enabled": False,
+    },
+    "deepseek": LLAMA_LIKE
+    | {
+        "norm_topk_prob": False,
+        "n_shared_experts": None,
+        "n_routed_experts": None,
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": 0,
+        "scoring_func": "softmax",
+    },
+    "ernie4_5_moe": LLAMA_LIKE
+    | {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "use_bias": False,
+        "moe_intermediate_size": 1536,
+        "moe_k": 6,
+        "moe_num_experts": 64,
+        "moe_num_shared_experts": 2,
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 1,
+        "rope_theta": 500000.0,
+    },
+    "exaone_moe": LLAMA_LIKE
+    | {
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1024,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "flex_olmo": LLAMA_LIKE
+    | {
+        "max_position_embeddings": 4096,
+        "num_experts": 7,
+        "num_experts_per_tok": 5,
+        "norm_topk_prob": False,
+        "rope_theta": 500000.0,
+    },
+    "granitemoeshared": LLAMA_LIKE
+    | {
+        "embedding_multiplier": 1.0,
+        "logits_scaling": 1.0,
+        "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 0,
+    },
+    "hunyuan_v1_moe": LLAMA_LIKE | {"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1},
+    "mellum": LLAMA_LIKE
+    | {
+        "head_dim": 128,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "sliding_window": 1024,
+        "moe_intermediate_size": 896,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "minimax_m2": LLAMA_LIKE
+    | {
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 196608,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "rope_theta": 5000000.0,
+    },
+    "phimoe": LLAMA_LIKE
+    | {
+        "rms_norm_eps": 1e-5,
+        "layer_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": None,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.01,
+        "lm_head_bias": False,
+        "rope_theta": 1000000.0,
+    },
     "glm4_moe": LLAMA_LIKE
     | {
         "max_position_embeddings": 131072,
@@ -118,6 +233,17 @@ SPARSE_DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 SPARSE_ALIASES: dict[str, dict[str, str]] = {
+    "afmoe": {"sliding_window_pattern": "global_attn_every_n_layers"},
+    "ernie4_5_moe": {
+        "mlp_bias": "use_bias",
+        "moe_num_experts": "num_experts",
+        "moe_k": "num_experts_per_tok",
+    },
+    "flex_olmo": {"num_experts": "num_local_experts"},
+    "hunyuan_v1_moe": {"moe_topk": "num_experts_per_tok", "num_experts": "num_local_experts"},
+    "mellum": {"num_experts": "num_local_experts"},
+    "minimax_m2": {"num_local_experts": "num_experts"},
+    "phimoe": {"layer_norm_eps": "rms_norm_eps"},
     "glm4_moe": {
         "n_routed_experts": "num_local_experts",
         "num_nextn_predict_layers": "num_mtp_layers",

@@ -20,13 +20,16 @@ class IQuestCoderForCausalLM(LlamaForCausalLM):
     """IQuest Coder."""
 
 
+class TeleChat3ForCausalLM(LlamaForCausalLM):
+    """TeleChat 3."""
+
+
 class InternLM3Attention(LlamaAttention):
-    """Llama's; the config says `qkv_bias` and `bias`."""
+    """Llama's; the config says `qkv_bias`, and `bias` of all other matrices."""
 
     def biases(self, config: HFConfig) -> tuple[bool, bool]:
         """Each by its key."""
-        bias = config.read("bias", bool, False)
-        return config.read("qkv_bias", bool, bias), bias
+        return config.read("attention_bias", bool), config.read("mlp_bias", bool)
 
 
 class InternLM3DecoderLayer(LlamaDecoderLayer):

@@ -11,15 +11,17 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from vllmx.tiny.configs import config_of
+from vllmx.tiny.configs import SIZES, config_of
 from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
 from vllmx.tiny.sparse_configs import GENERATION_CONFIGS
-from vllmx.tiny.tensors import LAYOUTS, shapes
+from vllmx.tiny.tensors import layout_of, shapes
 from vllmx.tiny.tokenizer import tokenizer_files
+from vllmx.tiny.twins import TWINS
 
 NUMBERS = {"beta": 0.5, "eps": -1e-6}
 """Numbers that a checkpoint holds beside its weights."""
@@ -68,10 +70,23 @@ def save(name: str, folder: Path) -> None:
         said = json.dumps(GENERATION_CONFIGS[name], indent=2)
         (folder / "generation_config.json").write_text(said + "\n")
     tensors = {key: weight(name, key, shape, less_one) for key, shape in shapes(config).items()}
-    if "num_experts" in text or sparse or text["model_type"] in LAYOUTS:
+    if "num_experts" in text or sparse or layout_of(config) is not None:
         # A provider that rounds weights to half precision must send tokens to the same experts, and
         # a model is judged by what it computes, not by what its weights lose.
         tensors = {key: as_bfloat16(tensor) for key, tensor in tensors.items()}
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
-    for file, content in tokenizer_files(text["vocab_size"]).items():
+    for file, content in tokenizer_files(SIZES["vocab_size"]).items():
         (folder / file).write_text(json.dumps(content, indent=1) + "\n")
+    if name in TWINS:
+        _save_twin(name, folder / "twin", tensors, config)
+
+
+def _save_twin(
+    name: str, folder: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]
+) -> None:
+    """The same weights in the layout of a family that transformers has a class for."""
+    folder.mkdir(exist_ok=True)
+    said = {**SIZES, **TWINS[name].config}
+    (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n")
+    twins = TWINS[name].tensors(tensors, config)
+    save_file(twins, str(folder / "model.safetensors"), {"format": "pt"})

@@ -8,6 +8,7 @@ from typing import Any
 from vllmx.tiny.dense_configs import DENSE_FAMILIES
 from vllmx.tiny.sparse import SPARSE_FAMILIES
 from vllmx.tiny.sparse_configs import MORE_SPARSE
+from vllmx.tiny.twins import TWIN_FAMILIES
 
 SIZES = {
     "vocab_size": 1024,
@@ -118,6 +119,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     **SPARSE_FAMILIES,
     **MORE_SPARSE,
+    **TWIN_FAMILIES,
 }
 """Name -> what its config.json says beside SIZES, which a text_config takes where there is one."""
 

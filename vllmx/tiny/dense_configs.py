@@ -90,6 +90,20 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "tiny-ernie4_5": family("Ernie4_5ForCausalLM", "ernie4_5", SILU, {"use_bias": False}),
     "tiny-exaone4": family("Exaone4ForCausalLM", "exaone4", SILU, WINDOWS),
+    "tiny-exaone": family(
+        "ExaoneForCausalLM",
+        "exaone",
+        {
+            "num_hidden_layers": None,
+            "rms_norm_eps": None,
+            "num_layers": 4,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "silu",
+            "head_dim": 80,
+            "tie_word_embeddings": False,
+            "rope_parameters": ROPE,
+        },
+    ),
     "tiny-falcon": family(
         "FalconForCausalLM",
         "falcon",
@@ -119,6 +133,19 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "tiny-gpt2": family(
         "GPT2LMHeadModel", "gpt2", GPT, LAYER_NORM, {"n_inner": 192, "tie_word_embeddings": True}
+    ),
+    "tiny-gpt_bigcode": family(
+        "GPTBigCodeForCausalLM",
+        "gpt_bigcode",
+        GPT,
+        LAYER_NORM,
+        {
+            "n_embd": 256,
+            "n_inner": 192,
+            "activation_function": "gelu_pytorch_tanh",
+            "multi_query": True,
+            "tie_word_embeddings": True,
+        },
     ),
     "tiny-gpt_neox": family(
         "GPTNeoXForCausalLM",
@@ -162,12 +189,60 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             "rope_parameters": ROPE | {"rope_type": "dynamic", "alpha": 8.0, "factor": 1.0},
         },
     ),
+    "tiny-hyperclovax": family(
+        "HyperCLOVAXForCausalLM",
+        "hyperclovax",
+        SILU,
+        {
+            "head_dim": 96,
+            "use_post_norm": True,
+            "attention_multiplier": 0.125,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 0.7,
+        },
+    ),
+    "tiny-internlm3": family(
+        "InternLM3ForCausalLM",
+        "internlm3",
+        SILU,
+        {
+            "head_dim": 112,
+            "qkv_bias": True,
+            "bias": True,
+            "rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 6.0},
+        },
+    ),
+    "tiny-iquestcoder": family(
+        "IQuestCoderForCausalLM", "iquestcoder", SILU, {"head_dim": 128, "num_attention_heads": 2}
+    ),
     "tiny-jais2": family(
         "Jais2ForCausalLM",
         "jais2",
         SILU,
         LAYER_NORM,
         {"hidden_act": "relu2", "attention_bias": True, "mlp_bias": True},
+    ),
+    "tiny-ministral3": family(
+        "Ministral3ForCausalLM",
+        "ministral3",
+        SILU,
+        {
+            "head_dim": 96,
+            "sliding_window": None,
+            "rope_parameters": ROPE
+            | {
+                "rope_type": "yarn",
+                "factor": 16.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "apply_yarn_scaling": False,  # upstream reads this, and transformers the two above
+                "original_max_position_embeddings": 64,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
     ),
     "tiny-nemotron": family(
         "NemotronForCausalLM",
@@ -219,6 +294,17 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
         SILU,
         {"attention_bias": True, "attention_out_bias": False},
     ),
+    "tiny-smollm3": family(
+        "SmolLM3ForCausalLM",
+        "smollm3",
+        SILU,
+        {
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+            "no_rope_layers": [1, 0, 1, 0],
+            "pad_token_id": 0,
+        },
+    ),
     "tiny-stablelm": family(
         "StableLmForCausalLM",
         "stablelm",
@@ -228,6 +314,20 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
             "use_qkv_bias": True,
             "use_parallel_residual": False,
             "rope_parameters": ROPE | {"partial_rotary_factor": 0.25},
+        },
+    ),
+    "tiny-starcoder2": family(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        SILU,
+        {
+            "head_dim": 64,
+            "rms_norm_eps": None,
+            "norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "use_bias": True,
+            "sliding_window": 24,
+            "tie_word_embeddings": True,
         },
     ),
     "tiny-gemma": family("GemmaForCausalLM", "gemma", GEMMA, {"num_key_value_heads": 1}),

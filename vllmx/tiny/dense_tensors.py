@@ -98,6 +98,16 @@ LAYOUTS: dict[str, Layout] = {
     "cwm": Layout(LLAMA),
     "ernie4_5": Layout(LLAMA),
     "exaone4": Layout(QKV | OUT | GATED | HEAD_NORMS | POST_NORMS),
+    "exaone": Layout(
+        named("Q H", "attn.attention.q_proj")
+        | named("K H", "attn.attention.k_proj", "attn.attention.v_proj")
+        | named("H Q", "attn.attention.out_proj")
+        | named("I H", "mlp.c_fc_0", "mlp.c_fc_1")
+        | named("H I", "mlp.c_proj")
+        | named("H", "ln_1", "ln_2"),
+        layers=TRANSFORMER,
+        outer=named("V H", "transformer.wte") | named("H", "transformer.ln_f"),
+    ),
     "falcon": Layout(
         named("Q+2K H", "self_attention.query_key_value")
         | named("H Q", "self_attention.dense")
@@ -129,6 +139,19 @@ LAYOUTS: dict[str, Layout] = {
         | named("P H", "transformer.wpe")
         | with_biases(named("H", "transformer.ln_f")),
     ),
+    "gpt_bigcode": Layout(
+        with_biases(
+            named("H", "ln_1", "ln_2"),
+            named("Q+2K H", "attn.c_attn"),
+            named("H H", "attn.c_proj"),
+            named("I H", "mlp.c_fc"),
+            named("H I", "mlp.c_proj"),
+        ),
+        layers=TRANSFORMER,
+        outer=named("V H", "transformer.wte")
+        | named("P H", "transformer.wpe")
+        | with_biases(named("H", "transformer.ln_f")),
+    ),
     "gpt_neox": Layout(
         with_biases(
             NORMS,
@@ -152,6 +175,9 @@ LAYOUTS: dict[str, Layout] = {
     "hunyuan_v1_dense": Layout(
         LLAMA | named("D", "self_attn.query_layernorm", "self_attn.key_layernorm")
     ),
+    "hyperclovax": Layout(LLAMA | named("H", "post_norm1", "post_norm2")),
+    "internlm3": Layout(with_biases(QKV, OUT, GATED) | NORMS),
+    "iquestcoder": Layout(LLAMA),
     "jais2": Layout(with_biases(QKV, OUT, PLAIN, NORMS), outer=ENDS),
     "nemotron": Layout(QKV | OUT | PLAIN | with_biases(NORMS), outer=ENDS),
     "olmo": Layout(QKV | OUT | GATED, outer=EMBED),
@@ -190,7 +216,13 @@ LAYOUTS: dict[str, Layout] = {
     "stablelm": Layout(QKV | biases(QKV) | OUT | GATED | with_biases(NORMS), outer=ENDS),
     "gemma": Layout(LLAMA),
     "gemma2": Layout(QKV | OUT | GATED | SANDWICH),
+    "ministral3": Layout(LLAMA),
     "mistral": Layout(LLAMA),
+    "smollm3": Layout(LLAMA),
+    "starcoder2": Layout(
+        with_biases(QKV, OUT, named("I H", "mlp.c_fc"), named("H I", "mlp.c_proj"), NORMS),
+        outer=ENDS,
+    ),
     "phi": Layout(
         with_biases(
             QKV,
@@ -213,6 +245,7 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+SHARED = ("num_shared_experts", "moe_num_shared_experts", "num_shared_expert", "n_shared_experts")
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -258,7 +291,8 @@ def shapes_of(layout: Layout, config: dict[str, Any]) -> dict[str, tuple[int, ..
 def shared_size(config: HFConfig) -> int:
     """Inner size of the experts that every token takes; 0 where there are none."""
     inner = config.read("moe_intermediate_size", int, 0)
-    return config.read("shared_intermediate_size", int, inner)
+    count = next((config.read(key, int) for key in SHARED if key in config), 1)
+    return config.read("shared_intermediate_size", int, inner * count)
 
 
 LAYOUTS["olmo3"] = LAYOUTS["olmo2"]

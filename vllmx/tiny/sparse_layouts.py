@@ -3,7 +3,20 @@
 
 from __future__ import annotations
 
-from vllmx.tiny.dense_tensors import NORMS, OUT, QKV, Layout, Named, named, with_biases
+from vllmx.models.hf_config import HFConfig
+from vllmx.tiny.dense_tensors import (
+    ENDS,
+    GATED,
+    HEAD_NORMS,
+    NORMS,
+    OUT,
+    POST_NORMS,
+    QKV,
+    Layout,
+    Named,
+    named,
+    with_biases,
+)
 
 
 def gated(prefix: str, inner: str) -> Named:
@@ -13,7 +26,86 @@ def gated(prefix: str, inner: str) -> Named:
     )
 
 
+def one_by_one(prefix: str, names: str = "gate_proj up_proj down_proj") -> Named:
+    """The matrices of each expert."""
+    gate, up, down = names.split()
+    return named("J H", f"{prefix}.{{e}}.{gate}", f"{prefix}.{{e}}.{up}") | named(
+        "H J", f"{prefix}.{{e}}.{down}"
+    )
+
+
+def by_kind(config: HFConfig, layer: int) -> bool:
+    """Whether mlp_layer_types says "sparse"."""
+    return config.mlp_layer_types[layer] == "sparse"
+
+
+GATE = named("E H", "mlp.gate")
+EACH = one_by_one("mlp.experts")
+SHARED = gated("mlp.shared_experts", "S")
+WHOLE_NORMS = named("Q", "self_attn.q_norm") | named("K", "self_attn.k_norm")
+MIXTRAL = named("E H", "block_sparse_moe.gate") | one_by_one("block_sparse_moe.experts", "w1 w3 w2")
+
 SPARSE_LAYOUTS: dict[str, Layout] = {
+    "afmoe": Layout(
+        QKV
+        | OUT
+        | NORMS
+        | HEAD_NORMS
+        | named("Q H", "self_attn.gate_proj")
+        | named("H", "pre_mlp_layernorm", "post_mlp_layernorm"),
+        sparse=named("E H", "mlp.router.gate") | {"mlp.expert_bias": "E"} | EACH | SHARED,
+        dense=GATED,
+        is_sparse=lambda config, layer: layer >= config.num_dense_layers,
+    ),
+    "ernie4_5_moe": Layout(
+        QKV | OUT | NORMS,
+        sparse=GATE | {"mlp.moe_statics.e_score_correction_bias": "1 E"} | EACH | SHARED,
+        dense=GATED,
+        is_sparse=lambda config, layer: (
+            config.moe_layer_start_index <= layer <= config.moe_layer_end_index
+        ),
+    ),
+    "exaone_moe": Layout(
+        QKV | OUT | NORMS | HEAD_NORMS,
+        sparse=GATE | {"mlp.e_score_correction_bias": "E"} | EACH | SHARED,
+        dense=GATED,
+        is_sparse=by_kind,
+    ),
+    "flex_olmo": Layout(QKV | OUT | POST_NORMS | WHOLE_NORMS | GATE | EACH),
+    "granitemoeshared": Layout(
+        QKV
+        | OUT
+        | NORMS
+        | named("E H", "block_sparse_moe.router.layer")
+        | named("E 2J H", "block_sparse_moe.input_linear")
+        | named("E H J", "block_sparse_moe.output_linear")
+        | named("2S H", "shared_mlp.input_linear")
+        | named("H S", "shared_mlp.output_linear")
+    ),
+    "hunyuan_v1_moe": Layout(
+        QKV
+        | OUT
+        | NORMS
+        | named("D", "self_attn.query_layernorm", "self_attn.key_layernorm")
+        | named("E H", "mlp.gate.wg")
+        | EACH
+        | gated("mlp.shared_mlp", "S")
+    ),
+    "mellum": Layout(
+        QKV | OUT | NORMS | HEAD_NORMS, sparse=GATE | EACH, dense=GATED, is_sparse=by_kind
+    ),
+    "minimax_m2": Layout(
+        QKV
+        | OUT
+        | NORMS
+        | WHOLE_NORMS
+        | MIXTRAL
+        | {"block_sparse_moe.e_score_correction_bias": "E"}
+    ),
+    "phimoe": Layout(
+        with_biases(QKV, OUT, NORMS) | MIXTRAL,
+        outer=ENDS,
+    ),
     "gpt_oss": Layout(
         with_biases(QKV, OUT, named("E H", "mlp.router"))
         | NORMS

@@ -6,13 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 from vllmx.tiny.dense_tensors import LAYOUTS as DENSE_LAYOUTS
-from vllmx.tiny.dense_tensors import shapes_of
+from vllmx.tiny.dense_tensors import Layout, shapes_of
 from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
 from vllmx.tiny.sparse import sparse_attention, sparse_mlp
 from vllmx.tiny.sparse_layouts import SPARSE_LAYOUTS
+from vllmx.tiny.twins import TWIN_LAYOUTS
 
-LAYOUTS = DENSE_LAYOUTS | SPARSE_LAYOUTS
-"""By model_type, of the families whose tensors are written in letters."""
+LAYOUTS = DENSE_LAYOUTS | SPARSE_LAYOUTS | TWIN_LAYOUTS
+"""By model_type or, before that, by architecture: families whose tensors are written in letters."""
 
 Shapes = dict[str, tuple[int, ...]]
 """Name of a tensor -> its shape."""
@@ -21,8 +22,8 @@ Shapes = dict[str, tuple[int, ...]]
 def shapes(config: dict[str, Any]) -> Shapes:
     """Name -> shape of every tensor of a checkpoint with this config."""
     text = config.get("text_config", config)
-    if text["model_type"] in LAYOUTS:
-        return shapes_of(LAYOUTS[text["model_type"]], text)
+    if (layout := layout_of(config)) is not None:
+        return shapes_of(layout, text)
     hidden, model = text["hidden_size"], "model"
     if text is not config:
         model = "model.language_model"
@@ -45,6 +46,13 @@ def shapes(config: dict[str, Any]) -> Shapes:
     if not config["tie_word_embeddings"]:
         found["lm_head.weight"] = (text["vocab_size"], hidden)
     return found
+
+
+def layout_of(config: dict[str, Any]) -> Layout | None:
+    """The layout of a checkpoint with this config; None where it is not written in letters."""
+    text = config.get("text_config", config)
+    keys = (config["architectures"][0], text["model_type"])
+    return next((LAYOUTS[key] for key in keys if key in LAYOUTS), None)
 
 
 def _attention(config: dict[str, Any]) -> Shapes:

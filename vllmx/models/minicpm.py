@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/model_executor/models/minicpm.py @ v0.25.0
+"""MiniCPM: Granite whose multipliers follow from the depth and from the width of a base model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllmx.exceptions import CheckpointError
+from vllmx.models.granite import GraniteDecoderLayer, GraniteForCausalLM, GraniteModel
+from vllmx.models.hf_config import HFConfig
+from vllmx.models.llama import LlamaAttention
+
+
+class MiniCPMDecoderLayer(GraniteDecoderLayer):
+    """Llama's attention; what is added is multiplied by scale_depth over the root of the depth."""
+
+    attention_cls = LlamaAttention
+
+    def __init__(self, config: HFConfig, **shared: Any) -> None:
+        super().__init__(config, **shared)
+        if config.read("num_experts", int, 0):
+            raise CheckpointError(f"{config.origin}: num_experts is set, which is not supported.")
+        depth = config.read("scale_depth", float)
+        self.residual_multiplier = depth / config.num_hidden_layers**0.5
+
+
+class MiniCPMModel(GraniteModel):
+    """Multiplied embedding, layers, final norm."""
+
+    layer_cls = MiniCPMDecoderLayer
+
+    def embed(self, input_ids: Any, positions: Any) -> Any:
+        """Rows of the table, multiplied."""
+        return self.embed_tokens(input_ids) * self.config.read("scale_emb", float)
+
+
+class MiniCPMForCausalLM(GraniteForCausalLM):
+    """MiniCPM with its output head."""
+
+    model_cls = MiniCPMModel
+
+    def logit_scale(self, config: HFConfig) -> float:
+        """Logits are divided by how often the base model's width fits into this one's."""
+        return config.read("dim_model_base", float) / config.hidden_size
