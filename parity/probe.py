@@ -228,9 +228,9 @@ def run(config: RunConfig) -> int:
         if not cell.refused and not cell.blocked:
             rows += rows_of(cell, device, facts)
     if not rows:
-        known = {cell.provider for cell in expected(device, options.select)}
-        if options.provider not in (None, *known):
-            raise no_cell(device, options.select, options.provider)
+        provider = options.provider
+        if provider and provider not in {c.provider for c in expected(device, options.select)}:
+            raise no_cell(device, options.select, provider)
         print(f"no law is about select={options.select} provider={options.provider} on {device}")
         return 2
     for row in rows:

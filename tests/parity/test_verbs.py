@@ -95,7 +95,7 @@ def test_device_and_cache_keep_their_groups():
         (["record", "oracle=vllm_gpu_model", "model.tiny-lama"], "Did you mean model.tiny-llama?"),
         (["record", "oracle=vllm_gpu_ops", "model.tiny-llama"], "begins with 'model.tiny-llama'"),
         (["calibrate", "text.chat"], "begins with 'text.chat'."),
-        (["calibrate", "oracle=vllm_gpu_ops"], "no golden is asked of it; the oracles are gguf_dequant"),
+        (["calibrate", "oracle=vllm_gpu_ops"], "asked of it; the oracles are gguf_dequant"),
         (["probe", "op.nothing"], "begins with 'op.nothing'."),
         (["probe", "rms_norm", "provider=nativ"], "Did you mean native?"),
     ],
