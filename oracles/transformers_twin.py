@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracle: what Hugging Face transformers computes in float32 from the weights of a folder.
+"""What Hugging Face transformers computes in float32 from a folder: for hf_model.py, and for tests.
 
 `python oracles/transformers_twin.py FOLDER PROMPTS OUT [--max-tokens N]`, in a process of its own.
 FOLDER has config.json and safetensors; PROMPTS is a JSON list of lists of token ids. OUT (.npz)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracle: upstream's other activations, and torch's norm by mean and variance, which it calls.
+"""Lanes of `vllm_ops`: upstream's other activations, and torch's norm by mean and variance.
 
 Registers with the oracle of oracles/vllm_ops.py.
 """

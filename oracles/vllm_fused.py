@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracle: ops that join several of upstream's, by calling upstream's one after another.
+"""Lanes of `vllm_ops`: ops that join several of upstream's, which are called one after another.
 
 Registers with the oracle of oracles/vllm_ops.py. Upstream has no such op on a CPU; what it calls
 in their place are the callables of the ops that they are made of, rounded between them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracle: upstream's mixture of experts on a CPU.
+"""Lanes of `vllm_ops`: upstream's mixture of experts on a CPU.
 
 Registers with the oracle of oracles/vllm_ops.py.
 """

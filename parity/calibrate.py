@@ -79,9 +79,15 @@ class Floors:
 
 def run(config: RunConfig) -> int:
     """Ask the oracles again and write the floors of the goldens that there are."""
-    from .record import ask_all
+    from .record import ask_all, oracles
+    from .selection import check_oracle, check_words, op_names
 
-    answers = ask_all(config.parity.select, config.parity.oracle)
+    options = config.parity
+    if options.oracle is not None:
+        check_oracle(options.oracle, oracles())
+    if options.select is not None:
+        check_words(options.select, op_names())
+    answers = ask_all(options.select, options.oracle)
     entries = {
         answer.golden: answer.floor()
         for answer in answers.answers

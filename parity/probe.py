@@ -33,7 +33,8 @@ from .evidence import Row
 from .inputs import Arguments
 from .op_cells import OpCell, expected, implementation
 from .op_replay import closure_of
-from .replay import device_of, exit_code
+from .replay import device_of, exit_code, no_cell
+from .selection import check_words, op_names
 from .torch_calls import Call, Outputs
 
 ROWS = {
@@ -219,13 +220,18 @@ def run(config: RunConfig) -> int:
     device = device_of(config)
     if device is None:
         return 3
+    if options.select is not None:
+        check_words(options.select, op_names())
     facts = evidence.run_facts()
     rows: list[Row] = []
     for cell in expected(device, options.select, options.provider):
         if not cell.refused and not cell.blocked:
             rows += rows_of(cell, device, facts)
     if not rows:
-        print(f"no probe for select={options.select} provider={options.provider}")
+        provider = options.provider
+        if provider and provider not in {c.provider for c in expected(device, options.select)}:
+            raise no_cell(device, options.select, provider)
+        print(f"no law is about select={options.select} provider={options.provider} on {device}")
         return 2
     for row in rows:
         if row["verdict"] != "pass":

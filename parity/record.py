@@ -28,7 +28,7 @@ from .inputs import Arguments, Case
 from .op_table import EXACT, GPU_OPS, OPS, OpEntry, golden_name
 from .oracle_process import Answer, OracleBlocked, Question, ask
 from .record_specs import record_schedule, record_text
-from .selection import by_kind
+from .selection import by_kind, check_oracle, check_words, golden_names, op_names
 from .truths import ORACLE as TRUTH
 from .truths import cap_of, contradiction, prepare, truth_of
 
@@ -225,6 +225,8 @@ def record(
         golden.write_index(folder)
     for reason in answers.reasons:
         print(reason)
+    if not (answers.answers or answers.reasons):
+        print(f"no case of {oracle or 'any oracle'} is called {select}")
     print(f"{len(floors)} goldens, {changed} changed, {refused} refused")
     if answers.blocked:
         return 3
@@ -262,9 +264,32 @@ def record_models(select: str | None, check: bool, folder: Path = golden.MODELS)
     return code
 
 
+def oracles() -> set[str]:
+    """The oracles of ops, those of upstream's GPU build aside."""
+    return {entry.oracle for entry in OPS.values()}
+
+
+def _names(select: str, oracle: str | None) -> set[str]:
+    """What `select` may name: goldens of `oracle`, or of all kinds."""
+    from .model_table import MODELS
+    from .schedule_traces import specs
+
+    if oracle == gpu_models.ORACLE:
+        return {name for entry in MODELS.values() for name in (entry.feature, entry.name)}
+    if oracle is not None:
+        return op_names()
+    # A trace takes its time to be drawn: only where one is asked for.
+    traces = {f"schedule.{s['name']}" for s in specs()} if "schedule." in select else set()
+    return golden_names() | traces
+
+
 def run(config: RunConfig) -> int:
     """The verb: every kind that `select` names; the gravest exit code."""
     parity = config.parity
+    if parity.oracle is not None:
+        check_oracle(parity.oracle, {*oracles(), GPU_ORACLE, gpu_models.ORACLE})
+    if parity.select is not None:
+        check_words(parity.select, _names(parity.select, parity.oracle))
     if parity.oracle == gpu_models.ORACLE:
         return gpu_models.record(parity.select, parity.check)
     # An oracle of ops says nothing of the other kinds; models take an hour, so they are named.

@@ -24,8 +24,7 @@ from . import evidence, golden
 from .evidence import Row
 from .op_cells import GPU_LANE, OpCell, expected, expected_of_gpu_lane, ops_without_cases
 from .op_replay import Lane
-from .op_table import OPS
-from .selection import by_kind
+from .selection import by_kind, check_words, golden_names
 
 EXIT = {"pass": 0, "fail": 1, "error": 1, "invalid": 2, "skip": 3}
 WORST_FIRST = ("fail", "error", "invalid", "skip", "pass")
@@ -91,20 +90,13 @@ def summary(rows: Sequence[Row], refused: Sequence[OpCell], seconds: float) -> s
     return "\n".join(lines)
 
 
-def check_words(device: str, select: str) -> None:
-    """UserError for a word of `select` that begins the name of no golden or case: nothing would be
-    run for it, whatever the other words name."""
-    from .model_table import MODELS
+def check_cases(device: str, select: str) -> None:
+    """UserError for a word of `select` that names no golden, or a case that there is not."""
     from .text_cases import selected
-    from .text_replay import KINDS
 
-    # Not those of `expected`: that builds the inputs of every case.
-    names = {name for entry in OPS.values() for name in (entry.feature, entry.name)}
-    names |= {entry.feature for entry in MODELS.values()} | {f"text.{kind}" for kind in KINDS}
+    # Names first, not the cells of `expected`: that builds the inputs of every case.
+    check_words(select, golden_names())
     for word in (part.strip() for part in select.split(",")):
-        if not any(name.startswith(word) or word.startswith(f"{name}/") for name in names):
-            hint = did_you_mean(word, names)
-            raise UserError(f"parity.select: no golden's name begins with {word!r}.{hint}")
         if "/" in word and not (expected(device, word) or selected(word)):
             raise no_cell(device, word, None)
 
@@ -143,7 +135,7 @@ def run(config: RunConfig) -> int:
     started = time.monotonic()
     select, provider = config.parity.select, config.parity.provider
     if select is not None:
-        check_words(device, select)
+        check_cases(device, select)
     rows: list[Row] = []
     refused: list[OpCell] = []
     for kind, words in by_kind(select, ("ops", "text", "models")).items():

@@ -110,8 +110,9 @@ def test_the_verb_says_how_many_hold(tmp_path, capsys):
     config.parity.select, config.parity.output_dir = "op.embedding", str(tmp_path)
     assert probe.run(config) == 0
     assert "probes hold" in capsys.readouterr().out and list(tmp_path.glob("*.jsonl"))
-    config.parity.select = "op.nothing"
+    config.parity.select = "op.embedding/zzz"
     assert probe.run(config) == 2
+    assert "no law is about select=op.embedding/zzz" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("there", [True, False])

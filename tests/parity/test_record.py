@@ -192,6 +192,18 @@ def test_oracles_and_vllmx_know_nothing_of_each_other():
         assert not _imports(path) & {"vllm", "transformers", "gguf"}, path
 
 
+def test_every_oracle_has_available_and_is_run_in_the_environment_that_it_needs():
+    named = {p.stem for p in ORACLES if '"""Oracle' in p.read_text()[:80]}
+    assert {"fake", "truth64", "hf_model", "gguf_dequant", "vllm_ops", "vllm_gpu_model"} <= named
+    for name in named:
+        tree = ast.parse((ROOT / "oracles" / f"{name}.py").read_text())
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert "available" in names | attributes, name
+        upstream = name.startswith("vllm_") or name == "gguf_dequant"
+        assert (name in oracle_process.OWN_ENVIRONMENT) == upstream, name
+
+
 def test_an_oracle_says_whether_it_can_run_here():
     for name in ("fake", "gguf_dequant", "vllm_scheduler"):
         command = [sys.executable, "-m", f"oracles.{name}", "--available"]

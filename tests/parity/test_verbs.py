@@ -89,6 +89,15 @@ def test_device_and_cache_keep_their_groups():
         (["replay", "model.smollm2-135m,x.y"], "begins with 'x.y'."),
         (["replay", "rms_norm", "provider=nativ"], "Did you mean native?"),
         (["replay", "rms_norm", "provider=vllmx"], "nothing of what is selected has it"),
+        (["record", "op.rms_nrm"], "begins with 'op.rms_nrm'. Did you mean op.rms_norm?"),
+        (["record", "schedule.fcfz"], "begins with 'schedule.fcfz'."),
+        (["record", "oracle=vllm_op"], "Did you mean vllm_ops?"),
+        (["record", "oracle=vllm_gpu_model", "model.tiny-lama"], "Did you mean model.tiny-llama?"),
+        (["record", "oracle=vllm_gpu_ops", "model.tiny-llama"], "begins with 'model.tiny-llama'"),
+        (["calibrate", "text.chat"], "begins with 'text.chat'."),
+        (["calibrate", "oracle=vllm_gpu_ops"], "asked of it; the oracles are gguf_dequant"),
+        (["probe", "op.nothing"], "begins with 'op.nothing'."),
+        (["probe", "rms_norm", "provider=nativ"], "Did you mean native?"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_2(words, message, capsys):
