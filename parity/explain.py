@@ -45,6 +45,7 @@ def explain(row: FeatureStatus) -> str:
     lines.append(f"  cells: {len(row.cells)} ({cells or 'none'}); the worst one decides")
     if data["goldens"]:
         lines.append(f"  goldens: {len(data['goldens'])}; providers {', '.join(data['providers'])}")
+        lines.append(f"  recorded by: {', '.join(data['oracles']) or 'no run has told'}")
     if row.proven:
         lines.append(f"  last shown: {row.proven} on {', '.join(data['devices'])}")
     if row.headrooms:

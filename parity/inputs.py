@@ -9,6 +9,7 @@ same numbers.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,16 +33,11 @@ class Maker:
 
     def words(self, name: str, count: int) -> np.ndarray:
         """uint64 [count]."""
-        digest = hashlib.sha256(f"{self.path}/{name}".encode()).digest()
-        key = np.frombuffer(digest[:16], "<u8")
-        return np.random.Philox(key=key).random_raw(count)
+        return _words(self.path, name, count)
 
     def normal(self, name: str, *shape: int, std: float = 1.0, mean: float = 0.0) -> np.ndarray:
         """Close to normal, float64, within 6 `std`: the sum of twelve uniforms."""
-        count = int(np.prod(shape))
-        sixteen = self.words(name, 3 * count).astype("<u8").view("<u2").reshape(count, 12)
-        centred = (sixteen.sum(axis=1, dtype=np.int64) - 6 * 65535) / 65536.0
-        return centred.reshape(shape) * std + mean
+        return _unit_normal(self.path, name, int(np.prod(shape))).reshape(shape) * std + mean
 
     def uniform(self, name: str, *shape: int) -> np.ndarray:
         """float64 in (0, 1), of 53 bits."""
@@ -64,6 +60,21 @@ class Maker:
     def ints(self, values: Any, dtype: str = "i64") -> Array:
         """`values` as integers of `dtype`."""
         return array(np.asarray(values, np.int64), dtype)
+
+
+def _words(path: str, name: str, count: int) -> np.ndarray:
+    digest = hashlib.sha256(f"{path}/{name}".encode()).digest()
+    key = np.frombuffer(digest[:16], "<u8")
+    return np.random.Philox(key=key).random_raw(count)
+
+
+@functools.lru_cache(maxsize=4)
+def _unit_normal(path: str, name: str, count: int) -> np.ndarray:
+    """float64 [count], read only. Kept for as long as the dtypes of a case take their turns."""
+    sixteen = _words(path, name, 3 * count).astype("<u8").view("<u2").reshape(count, 12)
+    centred = (sixteen.sum(axis=1, dtype=np.int64) - 6 * 65535) / 65536.0
+    centred.flags.writeable = False
+    return centred
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from vllmx.config import RunConfig
 from . import evidence_index, features
 from .checkout import Checkout
 from .features import CANARY
-from .status import STATUSES, FeatureStatus
+from .status import STATUSES, CellStatus, FeatureStatus
 
 TIERS = ("T0", "T1", "T2", "T3")
 
@@ -83,12 +83,19 @@ def as_json(row: FeatureStatus) -> dict[str, Any]:
         "providers": sorted({cell.cell.provider for cell in graded}),
         "devices": sorted({cell.cell.device for cell in row.cells if cell.row is not None}),
         "goldens": sorted({cell.cell.golden for cell in graded}),
+        "oracles": oracles_of(graded),
         "proven": row.proven,
         "headroom": [round(value, 3) for value in row.headrooms] if row.headrooms else None,
         "mutants": {"killed": killed, "required": mutants} if mutants else None,
         "lost": row.lost,
         "canary": feature.id == CANARY,
     }
+
+
+def oracles_of(cells: Iterable[CellStatus]) -> list[str]:
+    """Which oracles recorded the goldens that `cells` were held against, and what of them."""
+    told = (cell.row["oracle"] for cell in cells if cell.row is not None)
+    return sorted({f"{oracle['name']}: {oracle['lane']}" for oracle in told if oracle.get("name")})
 
 
 def totals(rows: Iterable[FeatureStatus]) -> tuple[Counter[str], Counter[tuple[str, str]]]:

@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MEANING = {0: "passed", 1: "failed", 2: "invalid", 3: "blocked", None: "out of time"}
 LAST_SECONDS = 300.0
 """Kept for ledger and report."""
+BOXED = ("replay", "collect")
+"""Steps that keep to a time of their own, a little less, so that what they have shown is kept."""
 MEMORY = "cache.gpu_memory_utilization=0.4"
 """On a machine whose GPU and CPU share their memory, more of it can take the machine down."""
 
@@ -119,7 +121,7 @@ def run_step(step: Step, seconds: float, device: str) -> Outcome:
     arguments = [*step.arguments]
     if step.on_device:
         arguments += [f"device.device={device}", MEMORY]
-    if step.name == "collect":
+    if step.name in BOXED:
         arguments.append(f"minutes={max(seconds / 60 - 1, 0.1):.2f}")
     print(f"--- vllmx parity {shlex.join(arguments)}", flush=True)
     command = [sys.executable, "-m", "vllmx", "parity", *arguments]

@@ -78,6 +78,12 @@ def _sampler(name: str, kind: str, lane: str, **facts: object) -> OpEntry:
 
 
 _CACHES = ("key_cache", "value_cache")
+LAYOUTS = {
+    **dict.fromkeys(_CACHES, "[blocks, tokens of a block, key heads, head size]"),
+    **dict.fromkeys(("conv_state", "conv_states"), "[blocks, channels, width - 1]"),
+    "ssm_state": "[blocks, value heads, value size, key size]",
+}
+"""The axes of state that ops write, which its goldens name: upstream has other layouts beside."""
 _STATE = {"outputs": ("out", "ssm_state"), "mutates": ("ssm_state",), "wide": ("ssm_state",)}
 OPS = {
     entry.name: entry

@@ -35,6 +35,8 @@ ANYWHERE = {
 """The environment of every oracle: what any x86-64 of the last ten years computes alike. Wider
 registers, or the code that MKL has for one maker's CPUs, sum in another order and would give other
 bytes. Upstream's own library: oracles/vllm_pin.py."""
+REGISTERS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+"""What of ANYWHERE an oracle goes without where upstream has no kernel for narrower registers."""
 
 
 class OracleBlocked(GoldenError):
@@ -75,9 +77,19 @@ def search_path(oracle: str) -> str:
     return os.pathsep.join(filter(None, (str(ROOT), shared)))
 
 
-def call(oracle: str, *arguments: Path, seconds: float = SECONDS, **environment: str) -> None:
-    """Run an oracle; OracleBlocked where it can't run here, GoldenError where it fails."""
-    fixed = {**ANYWHERE, "PYTHONPATH": search_path(oracle), "PYTHONHASHSEED": "0"}
+def call(
+    oracle: str,
+    *arguments: Path,
+    seconds: float = SECONDS,
+    wide: bool = False,
+    **environment: str,
+) -> None:
+    """Run an oracle; OracleBlocked where it can't run here, GoldenError where it fails. wide: with
+    the registers of AVX-512."""
+    if wide and not _has_avx512():
+        raise OracleBlocked(f"{oracle}: upstream's kernel needs a CPU with AVX-512")
+    common = {k: v for k, v in ANYWHERE.items() if not (wide and k in REGISTERS)}
+    fixed = {**common, "PYTHONPATH": search_path(oracle), "PYTHONHASHSEED": "0"}
     environment = {**fixed, **environment}
     python = python_of(oracle)
     if not Path(python).is_file():
@@ -100,13 +112,19 @@ def call(oracle: str, *arguments: Path, seconds: float = SECONDS, **environment:
         raise GoldenError(f"{oracle} ended with {done.returncode}: {done.stderr[-2000:]}")
 
 
-def ask(oracle: str, questions: Iterable[Question]) -> list[Answer]:
+def _has_avx512() -> bool:
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def ask(oracle: str, questions: Iterable[Question], wide: bool = False) -> list[Answer]:
     """Answers in the order of the questions; OracleBlocked where the oracle can't run here."""
     listed = list(questions)
     with tempfile.TemporaryDirectory() as folder:
         job, out = Path(folder) / "job.safetensors", Path(folder) / "out.safetensors"
         job.write_bytes(_job(listed))
-        call(oracle, job, out)
+        call(oracle, job, out, wide=wide)
         return _answers(listed, out)
 
 

@@ -25,7 +25,7 @@ from .compare import compare_exact, compare_float, teeth
 from .dtypes import Array, array
 from .golden import GoldenError
 from .inputs import Arguments, Case
-from .op_table import EXACT, GPU_OPS, OPS, OpEntry, golden_name
+from .op_table import EXACT, GPU_OPS, LAYOUTS, OPS, OpEntry, golden_name
 from .oracle_process import Answer, OracleBlocked, Question, ask
 from .record_specs import record_schedule, record_text
 from .selection import by_kind, check_oracle, check_words, golden_names, op_names
@@ -34,6 +34,11 @@ from .truths import cap_of, contradiction, prepare, truth_of
 
 GPU_ORACLE = "vllm_gpu_ops"
 """Asked for by name only (`oracle=vllm_gpu_ops`): it needs a GPU and has a folder of its own."""
+
+
+Asked = tuple[OpEntry, Case, str, Arguments]
+AVX512 = {("chunk_gated_delta_rule", "bf16")}
+"""Op and dtype whose kernel of upstream's multiplies with AVX-512 and has nothing for less."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class Recorded:
             "oracle": {**self.answer.oracle, **case},
             "license": "generated",
         }
+        if self.entry.mutates:
+            facts["layout"] = {name: LAYOUTS[name] for name in self.entry.mutates}
         return golden.pack(facts, outputs)
 
     def fault(self, folder: Path | None = None) -> str:
@@ -141,24 +148,24 @@ def ask_all(
 ) -> Answers:
     """Every selected case of `ops` (None: all), asked of `oracle` or of the one its op names."""
     wanted = [word.strip() for word in select.split(",")] if select else [""]
-    by_oracle: dict[str, list[tuple[OpEntry, Case, str, Arguments]]] = defaultdict(list)
+    by_oracle: dict[tuple[str, bool], list[Asked]] = defaultdict(list)
     for entry in (OPS if ops is None else ops).values():
         if oracle is not None and oracle != entry.oracle:
             continue
         for case in entry.cases:
             names = (f"{entry.feature}/{case.name}", f"{entry.name}/{case.name}")
             if any(name.startswith(word) for name in names for word in wanted):
-                by_oracle[entry.oracle] += [
-                    (entry, case, dtype, case.arguments(dtype)) for dtype in case.dtypes
-                ]
+                for dtype in case.dtypes:
+                    asked = (entry, case, dtype, case.arguments(dtype))
+                    by_oracle[entry.oracle, (entry.name, dtype) in AVX512].append(asked)
     found = Answers()
-    for name, cases in by_oracle.items():
+    for (name, wide), cases in by_oracle.items():
         questions = [
             Question(golden_name(entry.name, case.name, dtype), entry.name, arguments)
             for entry, case, dtype, arguments in cases
         ]
         try:
-            answers = ask(name, questions)
+            answers = ask(name, questions, wide)
         except GoldenError as error:
             found.reasons.append(str(error))
             found.blocked |= isinstance(error, OracleBlocked)

@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllmx parity replay [select=op.NAME|model.NAME|text.KIND] [provider=...]`: ours and the goldens.
 
-All cells are listed first and all are run, whatever fails; each gives a row of evidence. Exit code
-0: all passed; 1: some failed; 2: a golden is missing or damaged, or nothing was selected; 3: some
-could not run here, or none of those selected could.
+All cells are listed first and all are run, whatever fails; each gives a row of evidence. What
+`minutes=` leaves undone has none: it is missing. Exit code 0: all passed; 1: some failed; 2: a
+golden is missing or damaged, nothing was selected, or time ran out; 3: some could not run here, or
+none of those selected could.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -28,6 +33,23 @@ from .selection import by_kind, check_words, golden_names
 
 EXIT = {"pass": 0, "fail": 1, "error": 1, "invalid": 2, "skip": 3}
 WORST_FIRST = ("fail", "error", "invalid", "skip", "pass")
+T = TypeVar("T")
+
+
+@dataclass
+class TimeBox:
+    """Hands out groups of cells until `deadline`, of time.monotonic; counts those it leaves."""
+
+    deadline: float = math.inf
+    left: int = 0
+
+    def take(self, groups: Iterable[Sequence[T]]) -> Iterator[Sequence[T]]:
+        """Each group, for as long as there is time."""
+        for group in groups:
+            if time.monotonic() < self.deadline:
+                yield group
+            else:
+                self.left += len(group)
 
 
 def exit_code(rows: Sequence[Row]) -> int:
@@ -41,30 +63,41 @@ def replay_ops(
     select: str | None = None,
     provider: str | None = None,
     folder: Path = golden.OPS,
+    box: TimeBox | None = None,
 ) -> tuple[list[Row], list[OpCell]]:
-    """(a row for every cell, the cells that a provider declares it does not take)."""
+    """(a row for every cell that `box` has time for, the cells that a provider declares it does not
+    take)."""
+    box = box or TimeBox()
     cells = expected(device, select, provider)
     lane = Lane(device, folder)
     lane.prepare(cells)
-    rows = [lane.row(cell) for cell in cells if not cell.refused]
+    rows = [lane.row(c) for (c,) in box.take([c] for c in cells if not c.refused)]
     if select is None and provider is None:
         known = {cell.golden for cell in cells}
         rows += [lane.stray(name) for name in golden.strays(folder, known)]
         rows += [lane.uncovered(op) for op in ops_without_cases()]
     if device == "cuda" and folder == golden.OPS:
         twin = Lane(device, golden.OPS_GPU, GPU_LANE)
-        rows += [twin.row(c) for c in expected_of_gpu_lane(select, provider) if not c.refused]
+        again = [c for c in expected_of_gpu_lane(select, provider) if not c.refused]
+        rows += [twin.row(c) for (c,) in box.take([c] for c in again)]
     return rows, [cell for cell in cells if cell.refused]
 
 
 def replay_models(
-    device: str = "cpu", select: str | None = None, provider: str | None = None
+    device: str = "cpu",
+    select: str | None = None,
+    provider: str | None = None,
+    box: TimeBox | None = None,
 ) -> list[Row]:
-    """A row for every model, provider and mode."""
+    """A row for every model, provider and mode; `box` has time for a model or it hasn't."""
     from .model_replay import ModelLane
     from .model_table import expected as models
 
-    return list(ModelLane(device).rows(models(select, provider, device)))
+    box = box or TimeBox()
+    lane = ModelLane(device)
+    by_model = groupby(models(select, provider, device), lambda cell: cell.feature)
+    groups = box.take([*cells] for _, cells in by_model)
+    return [row for group in groups for row in lane.rows(group)]
 
 
 def replay_texts(select: str | None = None, provider: str | None = None) -> list[Row]:
@@ -133,6 +166,7 @@ def run(config: RunConfig) -> int:
     if device is None:
         return 3
     started = time.monotonic()
+    box = TimeBox(started + 60 * config.parity.minutes)
     select, provider = config.parity.select, config.parity.provider
     if select is not None:
         check_cases(device, select)
@@ -140,23 +174,28 @@ def run(config: RunConfig) -> int:
     refused: list[OpCell] = []
     for kind, words in by_kind(select, ("ops", "text", "models")).items():
         if kind == "ops":
-            ops, refused = replay_ops(device, words, provider)
+            ops, refused = replay_ops(device, words, provider, box=box)
             rows += ops
         elif kind == "text":
             rows += replay_texts(words, provider)
         elif kind == "models":
-            rows += replay_models(device, words, provider)
+            rows += replay_models(device, words, provider, box)
     if not rows and refused:
         print(summary(rows, refused, time.monotonic() - started))
         return 3
-    if not rows:
+    if not rows and not box.left:
         raise no_cell(device, select, provider)
     output = config.parity.output_dir
-    path = evidence.append(rows, Path(output) if output else evidence.EVIDENCE)
+    folder = Path(output) if output else evidence.EVIDENCE
+    path = evidence.append(rows, folder) if rows else "none"
     if config.parity.json:
         for row in rows:
             print(json.dumps(row, sort_keys=True))
     else:
         print(summary(rows, refused, time.monotonic() - started))
         print(f"evidence: {path}")
-    return exit_code(rows)
+    code = exit_code(rows)
+    if box.left:
+        print(f"{box.left} cells are missing: time ran out after {config.parity.minutes:g} minutes")
+        return code if code == 1 else 2
+    return code

@@ -848,7 +848,7 @@ class ParityConfig:
     to_version: Optional[str] = None
     """Upstream version, source archive or folder that census compares with (`to=`)."""
     minutes: float = number(60, gt=0)
-    """Time box of the verbs that run tests; what it leaves undone counts as missing."""
+    """Time box of replay and of the verbs that run tests; what it leaves undone is missing."""
     check: bool = False
     """Write nothing; exit code 1 if what is written is stale."""
     json: bool = False

@@ -265,6 +265,16 @@ def test_rows_are_json_objects_with_id_tier_status_reason_and_evidence(root, cap
     assert [json.loads(x)["id"] for x in capsys.readouterr().out.splitlines()] == ["engine.toy"]
 
 
+def test_a_row_names_the_oracles_of_its_goldens(root, capsys):
+    show(root, oracle={"name": "vllm_ops", "version": "1", "lane": "cpu-attention"})
+    capsys.readouterr()
+    call(ledger, json=True, select="op.toy")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["oracles"] == ["vllm_ops: cpu-attention"]
+    call(explain, select="op.toy")
+    assert "recorded by: vllm_ops: cpu-attention" in capsys.readouterr().out
+
+
 def test_plan_is_empty_when_all_is_shown_and_names_each_command_once(root, capsys):
     capsys.readouterr()
     assert call(plan) == 0

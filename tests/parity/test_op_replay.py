@@ -16,7 +16,7 @@ from parity import sampler_calls as calls
 from parity.dtypes import Array
 from parity.op_cells import OpCell, expected
 from parity.op_replay import Lane
-from parity.op_table import OPS, OWN
+from parity.op_table import LAYOUTS, OPS, OWN
 from vllmx.config import RunConfig
 from vllmx.exceptions import UserError
 from vllmx.ir.select import load_ops
@@ -54,6 +54,19 @@ def test_float_ops_are_shown_in_three_dtypes_and_in_several_regimes(whole):
             name
         )
         assert len(OPS[name].cases) >= 2
+
+
+def test_goldens_of_state_name_its_layout_and_have_as_many_axes():
+    seen = set()
+    for entry in OPS.values():
+        for path in sorted((golden.OPS / entry.name).glob("*.safetensors")):
+            facts = golden.read(path).facts
+            told = facts.get("layout", {})
+            assert told == {name: LAYOUTS[name] for name in entry.mutates}, path.name
+            for name, axes in told.items():
+                assert len(facts["tensors"][f"out.{name}"]["shape"]) == axes.count(",") + 1, path
+            seen |= told.keys()
+    assert seen == LAYOUTS.keys()
 
 
 def test_rows_say_how_close_and_that_wrong_copies_are_refused(whole):

@@ -57,14 +57,37 @@ def test_oracles_compute_with_what_every_cpu_has(fake, tmp_path):
     assert facts["oracle"]["device"] == "cpu AVX2"
 
 
+def test_only_a_kernel_that_needs_wider_registers_is_given_them(monkeypatch, capsys):
+    """Without them its golden could not be recorded again, with them another's would differ."""
+    environments = {}
+
+    def run(command, env, **options):
+        environments[len(environments)] = env
+        return subprocess.CompletedProcess(command, 2, "", "not here")
+
+    monkeypatch.setattr(oracle_process.subprocess, "run", run)
+    monkeypatch.setattr(oracle_process, "python_of", lambda oracle: sys.executable)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    for name in oracle_process.REGISTERS:
+        monkeypatch.delenv(name, raising=False)
+    assert record.record("chunk_gated_delta_rule/fresh", check=True) == 3
+    narrow, wide = (environments[number] for number in (0, 1))
+    assert set(oracle_process.ANYWHERE) <= set(narrow)
+    assert set(oracle_process.ANYWHERE) - set(wide) == set(oracle_process.REGISTERS)
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    assert record.record("chunk_gated_delta_rule/fresh", check=True) == 3
+    assert len(environments) == 3, "the narrow one alone"
+    assert "vllm_gdn: upstream's kernel needs a CPU with AVX-512" in capsys.readouterr().out
+
+
 def test_what_a_gpu_refuses_stays_known_when_other_cases_are_recorded(fake, tmp_path):
     """Lost, it would be asked for: each refused case would have no golden and be invalid."""
     elsewhere = {"rotary_embedding/long.f16.safetensors": "ValueError: of another run"}
     before = elsewhere | {"rms_norm/plain.f16.safetensors": "ValueError: taken since"}
     (tmp_path / golden.REFUSED).write_text(json.dumps(before))
 
-    def ask(oracle, questions, really=oracle_process.ask):
-        answers = really(oracle, questions)
+    def ask(oracle, questions, wide, really=oracle_process.ask):
+        answers = really(oracle, questions, wide)
         told = [
             {"error": "RuntimeError: only 16 bits"} if answer.id.endswith("f32.safetensors") else {}
             for answer in answers

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import parity
-from parity import nightly
+from parity import nightly, replay
 from parity.nightly import MEANING, STEPS, Outcome, Step, gravest, run_all, run_step
 from vllmx.cli import compose_runs, main, parse
 from vllmx.config import PARITY_VERBS, RunConfig
@@ -111,6 +111,21 @@ def test_replay_of_what_cannot_run_here_says_why(capsys):
     assert "cells of triton: Triton kernels run on a GPU" in capsys.readouterr().out
 
 
+def test_a_replay_out_of_time_keeps_what_it_has_shown_and_is_not_success(
+    monkeypatch, tmp_path, capsys
+):
+    clock = iter([0.0, 1.0, 2.0, 3.0, 4.0])
+    box = replay.TimeBox(2.5)
+    monkeypatch.setattr(replay.time, "monotonic", lambda: next(clock))
+    assert [*box.take([[1], [2, 3], [4], [5, 6]])] == [[1], [2, 3], [4]] and box.left == 2
+    monkeypatch.undo()
+    words = ["replay", "op.embedding/one_row", "provider=torch", "--output-dir", str(tmp_path)]
+    assert main(["parity", *words, "minutes=0.00001"]) == 2
+    told = capsys.readouterr().out
+    assert "3 cells are missing: time ran out after 1e-05 minutes" in told
+    assert "evidence: none" in told and not [*tmp_path.iterdir()]
+
+
 def test_what_evidence_goldens_and_limits_complain_of_is_the_users(monkeypatch):
     from parity.evidence import EvidenceError
 
@@ -199,6 +214,17 @@ def test_a_step_without_time_or_module_does_not_pass(monkeypatch):
     assert run_step(Step("x", ("unheard-of",)), 9.0, "cpu").code == 3
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
     assert run_step(Step("x", ("ledger",)), 5.0, "cpu").code not in (0, None)
+
+
+def test_long_steps_end_by_themselves_before_they_are_ended(monkeypatch, tmp_path):
+    """What is killed has written nothing down."""
+    told, script = tmp_path / "words", tmp_path / "script"
+    script.write_text(f'#!/bin/sh\necho "$@" > {told}\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    for step in STEPS:
+        assert run_step(step, 150.0, "cpu").code == 0
+        assert ("minutes=1.50" in told.read_text()) == (step.name in ("replay", "collect"))
 
 
 def test_nothing_of_a_step_outlives_its_box(monkeypatch, tmp_path):
