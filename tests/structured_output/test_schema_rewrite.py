@@ -7,6 +7,7 @@ import json
 import jsonschema
 import pytest
 
+from vllmx.exceptions import VLLMValidationError
 from vllmx.structured_output.backend_types import JSONOptions, StructuredOutputOptions
 from vllmx.structured_output.schema_rewrite import rewrite_schema
 from vllmx.structured_output.validation import _choose
@@ -173,3 +174,19 @@ def test_a_request_gets_the_words_that_are_enforced() -> None:
     enforced = json.loads(params.structured_outputs.json)
     assert enforced == {**A, "type": "object", "additionalProperties": False}
     assert "unevaluatedProperties" in asked.json
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("{", "not valid|Invalid JSON"),
+        ("3", "object or a boolean"),
+        ('{"not": ' * 3000 + "true" + "}" * 3000, "too deep"),
+        ('{"type": "array", "items": ' * 400 + '{"not": {}}' + "}" * 400, "cannot be enforced"),
+    ],
+    ids=["cut", "number", "deep", "deep-and-known"],
+)
+def test_what_is_no_schema_is_refused_as_ever(spec: str, words: str) -> None:
+    with pytest.raises(VLLMValidationError, match=words) as refusal:
+        _choose("auto", StructuredOutputOptions.JSON, spec, JSONOptions(True, False, None))
+    assert refusal.value.parameter == "structured_outputs"
