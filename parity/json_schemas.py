@@ -40,9 +40,11 @@ PROMPT = """Short JSON values, one a line:
 [[1],{"foo":2}]
 {"foo":"a","bar":[1]}
 """
-ATTEMPTS = ((48, 0.0, 0.0), (192, 1.0, 1.0), (320, 1.0, 2.0))
-"""Longest answer, temperature and frequency penalty. What the length cuts off is asked for again:
-a small model's likeliest digit is for ever another nought, and the penalty is what ends that."""
+QUESTION = 'Answer with one short JSON value, like 7 or ["a",2] or {"foo":1}.'
+ATTEMPTS = ((48, 0.0, 0.0), (96, 1.0, 0.5), (96, 1.0, 1.0), (320, 1.0, 2.0), (320, 1.0, 2.0))
+"""Longest answer, temperature and frequency penalty. The first goes on with PROMPT; what its length
+cuts off is asked for again as a chat, which the model knows how to end: the likeliest digit after
+a digit is for ever another one, and nothing in PROMPT ends but lines."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,11 @@ def answer(llm: LLM, cases: Iterable[Case], count: int) -> Result:
         for _, params in chosen:
             params.max_tokens, params.temperature, params.seed = length, temperature, seed
             params.frequency_penalty = penalty
-        outputs = llm.generate([PROMPT] * len(chosen), [params for _, params in chosen])
+        wanted = [params for _, params in chosen]
+        if seed == 0:
+            outputs = llm.generate([PROMPT] * len(chosen), wanted)
+        else:
+            outputs = llm.chat([[{"role": "user", "content": QUESTION}]] * len(chosen), wanted)
         cut = []
         for (case, params), output in zip(chosen, outputs, strict=True):
             if output.outputs[0].finish_reason == "length":
@@ -167,8 +173,8 @@ def render(result: Result, model: str, seconds: float) -> str:
         "",
         "Made by `python -m parity.json_schemas`: schemas of the JSON-Schema-Test-Suite "
         f"(`{ARCHIVE}`), answered by {model} without whitespace between parts: greedily, "
-        f"and where that is cut off at {ATTEMPTS[0][0]} tokens, sampled with a frequency penalty, "
-        f"{ATTEMPTS[-1][0]} tokens at most.",
+        f"and where that is cut off at {ATTEMPTS[0][0]} tokens, as a chat, sampled with a "
+        f"frequency penalty, {ATTEMPTS[-1][0]} tokens at most.",
         "",
         "| answers | parse and validate | cut at the longest length | wrong | refused by name |",
         "|---|---|---|---|---|",

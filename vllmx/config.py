@@ -513,7 +513,8 @@ class StructuredOutputsConfig:
     """JSON objects without properties that their schema does not name, unless it says otherwise;
     backend guidance, where it is not so anyway."""
     reasoning_parser: str = ""
-    """How the model marks its reasoning (deepseek_r1, qwen3): a grammar begins after it."""
+    """How the model marks its reasoning (deepseek_r1, qwen3, ...): chats have it in a field of its
+    own, and a grammar begins after it."""
     reasoning_parser_plugin: str = ""
     """Python file that registers further reasoning parsers."""
     enable_in_reasoning: bool = False

@@ -26,8 +26,10 @@ from .engines import (
     DEFAULT_MODEL,
     LLM,
     AsyncEngineArgs,
+    ChatRequest,
     EngineArgs,
     UsageContext,
+    named_tokenizer,
     set_default_torch_num_threads,
 )
 from .placeholder import MissingSymbol
@@ -57,6 +59,7 @@ __all__ = [
     "LLM",
     "AsyncEngineArgs",
     "BeamSearchOnlineMixin",
+    "ChatRequest",
     "EngineArgs",
     "LogitBiasLogitsProcessor",
     "LogprobsProcessor",
@@ -71,6 +74,7 @@ __all__ = [
     "apply_top_k_top_p_pytorch",
     "build_logitsprocs",
     "make_tensor_with_pad",
+    "named_tokenizer",
     "random_sample",
     "sample_recovered_tokens",
     "set_default_torch_num_threads",
@@ -177,6 +181,11 @@ def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
 def large_gpu_mark(min_gb: int) -> Any:
     """The mark of a test that needs a GPU of that size."""
     return pytest.mark.skip(f"needs a GPU of {min_gb} GB")
+
+
+def is_mistral_tokenizer(tokenizer: Any) -> bool:
+    """vllmx has none in Mistral's own format."""
+    return False
 
 
 def is_pin_memory_available() -> bool:

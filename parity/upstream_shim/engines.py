@@ -24,7 +24,7 @@ from vllmx.model_loader.resolve import resolve_model
 from vllmx.model_loader.tokenizer import Tokenizer, get_tokenizer, tokenizer_from_folder
 
 from .placeholder import MissingSymbol
-from .standins import MODELS, folder_of
+from .standins import MODELS, folder_of, tagged_folder
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 # What a stand-in is built with unless the test says otherwise.
@@ -121,7 +121,7 @@ class AutoTokenizer:
 @cache
 def _tokenizer_for(name: str) -> Tokenizer:
     if name not in MODELS["tokenizers"]:
-        folder = folder_of(name)
+        folder = tagged_folder(name) or folder_of(name)
         if folder is None:
             raise MissingSymbol(f"models.yaml:{name}")
         return tokenizer_from_folder(folder)
@@ -145,6 +145,45 @@ class CallableTokenizer(Tokenizer):
     def __call__(self, text: str) -> SimpleNamespace:
         """Token ids under `input_ids`."""
         return SimpleNamespace(input_ids=self.encode(text))
+
+    def add_tokens(self, tokens: list[str]) -> None:
+        """More tokens, in a copy that is this test's own."""
+        self.backend = type(self.backend).from_str(self.backend.to_str())
+        self.backend.add_tokens(tokens)
+        self.vocab = self.backend.get_vocab()
+
+    def get_vocab(self) -> dict[str, int]:
+        """Token ids by the vocabulary's spelling."""
+        return self.vocab
+
+    def tokenize(self, text: str) -> list[str]:
+        """The text's tokens, by the vocabulary's spelling."""
+        return self.backend.encode(text, add_special_tokens=False).tokens
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        """The text of tokens."""
+        return self.decode(self.convert_tokens_to_ids(tokens))
+
+    def convert_tokens_to_ids(self, tokens: list[str] | str) -> Any:
+        """The id of each token."""
+        if isinstance(tokens, str):
+            return self.vocab.get(tokens)
+        return [self.vocab[token] for token in tokens]
+
+    def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
+        """The vocabulary's spelling of each id."""
+        return [self.backend.id_to_token(token_id) for token_id in token_ids]
+
+
+def named_tokenizer(tokenizer_name: str, **kwargs: Any) -> CallableTokenizer:
+    """The same by another name."""
+    return AutoTokenizer.from_pretrained(tokenizer_name)
+
+
+class ChatRequest(SimpleNamespace):
+    """A chat of which a test asks for little more than its template's arguments."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 @contextlib.contextmanager

@@ -51,6 +51,26 @@ def _write(key: str) -> Path:
     return folder
 
 
+@cache
+def tagged_folder(name: str) -> Path | None:
+    """The folder of a tokenizer with the tags that models.yaml gives for `name`, if it does."""
+    tags = MODELS["tags"].get(name)
+    if tags is None:
+        return None
+    folder = Path(os.environ["UPSTREAM_SCRATCH"]) / f"tags-{name.replace('/', '--')}"
+    if not folder.is_dir():
+        tokenizer = make_tokenizer(10)
+        tokenizer.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in tags])
+        part = folder.with_name(f"{folder.name}.{os.getpid()}")
+        part.mkdir(parents=True)
+        (part / "tokenizer_config.json").write_text(
+            json.dumps({"bos_token": BOS, "eos_token": EOS})
+        )
+        tokenizer.save(str(part / "tokenizer.json"))
+        part.rename(folder)
+    return folder
+
+
 def make_tokenizer(special_tokens: int, first: int | None = None) -> tokenizers.Tokenizer:
     """Byte-level BPE over the words of models.yaml and all pairs of small letters.
 

@@ -2,21 +2,44 @@
 """A thousand sets of parameters, sane and insane: a refusal that names the parameter, or an answer
 that keeps to them; never anything else."""
 
+import json
 import math
 import random
+import re
 from typing import Any
 
 import pytest
 from checkpoints import POOL_BYTES, VOCAB, save_tiny
+from front_helpers import EOS, piece_tokenizer
 
 from vllmx import LLM, SamplingParams
 from vllmx.exceptions import VLLMValidationError
-from vllmx.sampling_params import RepetitionDetectionParams
+from vllmx.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
 SETS = 1000
+END = 2  # of the model
 NAN, INF = math.nan, math.inf
 ODD: list[Any] = [None, -1, 0, 1, 2, 3, 0.5, -0.0, 1e-9, 1e9, -1e9, NAN, INF, -INF, 2**70, True]
 ODD += ["x", [], {}, [1], ["a"], b"x", VOCAB, VOCAB - 1, 1 + 1j]
+
+
+CONSTRAINTS: list[dict[str, Any]] = [
+    {"json": {"type": "object", "properties": {"a": {"enum": [1, None]}}, "required": ["a"]}},
+    {"json": '{"type": "array", "maxItems": 2}', "disable_any_whitespace": True},
+    {"json": {"type": "array", "uniqueItems": True}},
+    {"json": "{"},
+    {"json": 3},
+    {"json_object": True},
+    {"json_object": False},
+    {"regex": "[ab]{1,3}"},
+    {"regex": "(["},
+    {"choice": ["a", "bc", "d"]},
+    {"choice": []},
+    {"choice": [1]},
+    {"grammar": 'root ::= "a" | "b" root'},
+    {"grammar": "root ::= missing"},
+    {"structural_tag": "{"},
+]
 
 
 def choose_ids(rng: random.Random) -> list[int]:
@@ -47,6 +70,7 @@ SANE = {
     "repetition_detection": lambda rng: RepetitionDetectionParams(2, 1, 2),
     "skip_reading_prefix_cache": lambda rng: rng.choice([None, True, False]),
     "detokenize": lambda rng: rng.random() < 0.5,
+    "structured_outputs": lambda rng: StructuredOutputsParams(**rng.choice(CONSTRAINTS)),
 }
 REFUSALS = (ValueError, TypeError)  # VLLMValidationError is a ValueError
 
@@ -55,7 +79,11 @@ REFUSALS = (ValueError, TypeError)  # VLLMValidationError is a ValueError
 def llm(tmp_path_factory) -> LLM:
     folder = tmp_path_factory.mktemp("fuzz") / "llama"
     save_tiny("llama", folder)
-    settings = {"skip_tokenizer_init": True, "num_threads": 1, "use_tqdm_on_load": False}
+    # Bytes alone: a token for each, and fewer than the model has.
+    tokenizer = piece_tokenizer(*(bytes([byte]) for byte in range(128)))
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    settings = {"num_threads": 1, "use_tqdm_on_load": False}
     pool = {"kv_cache_memory_bytes": POOL_BYTES}
     return LLM(str(folder), max_logprobs=-1, max_num_seqs=64, **settings, **pool)
 
@@ -69,17 +97,31 @@ def draw_params(rng: random.Random) -> dict[str, Any]:
     return chosen
 
 
-def check(params: SamplingParams, output: Any) -> None:
-    """An answer is as long as it may be, has allowed tokens only, and finite log-probabilities."""
+def may_begin(constraint: StructuredOutputsParams, text: str) -> bool:
+    """Whether an answer that keeps to the constraint may begin with `text`."""
+    if constraint.choice:
+        return any(choice.startswith(text) for choice in constraint.choice)
+    if constraint.regex or constraint.grammar:
+        return re.fullmatch("[ab]{0,3}" if constraint.regex else "b*a?", text) is not None
+    begin = r"\s*(\[.*)?" if "array" in str(constraint.json) else r"\s*(\{.*)?"
+    return re.fullmatch(begin, text, re.DOTALL) is not None
+
+
+def check(params: SamplingParams, output: Any, decode: Any) -> None:
+    """An answer is as long as it may be, has allowed tokens only, keeps to its constraint, and has
+    finite log-probabilities."""
     assert len(output.outputs) == params.n
     for answer in output.outputs:
         tokens = list(answer.token_ids)
         assert 1 <= len(tokens) <= (params.max_tokens or 10**9)
         assert all(0 <= token < VOCAB for token in tokens)
         assert answer.finish_reason in ("stop", "length", "repetition")
-        if params.allowed_token_ids is not None:
+        if params.structured_outputs is not None:
+            said = decode([token for token in tokens if token < 128 and token != END])
+            assert may_begin(params.structured_outputs, said), (params, said)
+        elif params.allowed_token_ids is not None:
             assert set(tokens) <= set(params.allowed_token_ids)
-        if answer.finish_reason == "stop":
+        if answer.finish_reason == "stop" and params.structured_outputs is None:
             assert len(tokens) >= params.min_tokens
         if params.num_logprobs is not None:
             assert len(answer.logprobs) == len(tokens)
@@ -98,7 +140,8 @@ def test_a_set_is_refused_by_name_or_answered_within_its_bounds(llm: LLM) -> Non
             llm.input_processor.process_inputs("r", [5, 6, 7], params)
         except REFUSALS as error:
             refused += 1
-            message = str(error)
+            # The API gives a client both.
+            message = f"{getattr(error, 'parameter', None)}: {error}"
             assert any(name in message for name in [*chosen, "structured outputs"]), (chosen, error)
             if isinstance(error, VLLMValidationError) and error.parameter is not None:
                 assert error.parameter in SANE | {"stop": 0, "bad_words": 0}, (chosen, error)
@@ -106,8 +149,11 @@ def test_a_set_is_refused_by_name_or_answered_within_its_bounds(llm: LLM) -> Non
         accepted.append(params)
     assert 100 < refused < SETS - 400
     outputs = llm.generate([[5, 6, 7]] * len(accepted), accepted, use_tqdm=False)
+    constrained = [params for params in accepted if params.structured_outputs is not None]
+    assert len(constrained) > 40
+    tokenizer = llm.get_tokenizer()
     for params, output in zip(accepted, outputs, strict=True):
-        check(params, output)
+        check(params, output, tokenizer.decode)
     # The engine is none the worse for it.
     (output,) = llm.generate([[5]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 3

@@ -7,6 +7,7 @@ import json
 import jsonschema
 import pytest
 
+from vllmx.exceptions import VLLMValidationError
 from vllmx.structured_output.backend_types import JSONOptions, StructuredOutputOptions
 from vllmx.structured_output.schema_rewrite import rewrite_schema
 from vllmx.structured_output.validation import _choose
@@ -48,6 +49,12 @@ SCHEMAS = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "items": [{"type": "integer"}, True],
         "additionalItems": {"type": "integer"},
+    },
+    "nothing-beside-a-reference": {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "properties": {"a": {"$ref": "#/definitions/n", "maximum": 1, "minLength": 9}},
+        "definitions": {"n": {"type": ["integer", "string"]}},
+        "additionalItems": False,
     },
     "additional-items-of-no-list": {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -113,8 +120,9 @@ def test_the_other_words_mean_the_same_and_are_known(schema) -> None:
     rewritten = rewrite_schema(schema)
     assert json.dumps(rewritten) != json.dumps(schema)
     before = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)(schema)
-    now = {name: value for name, value in rewritten.items() if name != "$schema"}
-    after = jsonschema.Draft202012Validator(now)
+    # Libraries go by it: the new words would mean nothing in an older draft.
+    assert "$schema" not in rewritten
+    after = jsonschema.Draft202012Validator(rewritten)
     verdicts = [(before.is_valid(value), after.is_valid(value)) for value in VALUES]
     assert all(was == now for was, now in verdicts), VALUES[
         [a == b for a, b in verdicts].index(False)
@@ -149,7 +157,8 @@ def test_what_has_no_other_words_is_refused_by_its_name(schema, names: str) -> N
 
 
 def test_what_is_known_stays_as_it_is() -> None:
-    for schema in ({"type": "object", **A}, True, {}, {"enum": [1, {"if": 1}]}):
+    draft = {"$schema": "https://json-schema.org/draft/2019-09/schema", **A}
+    for schema in ({"type": "object", **A}, True, {}, {"enum": [1, {"if": 1}]}, draft):
         assert rewrite_schema(schema) == schema
 
 
@@ -165,3 +174,19 @@ def test_a_request_gets_the_words_that_are_enforced() -> None:
     enforced = json.loads(params.structured_outputs.json)
     assert enforced == {**A, "type": "object", "additionalProperties": False}
     assert "unevaluatedProperties" in asked.json
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("{", "not valid|Invalid JSON"),
+        ("3", "object or a boolean"),
+        ('{"not": ' * 3000 + "true" + "}" * 3000, "too deep"),
+        ('{"type": "array", "items": ' * 400 + '{"not": {}}' + "}" * 400, "cannot be enforced"),
+    ],
+    ids=["cut", "number", "deep", "deep-and-known"],
+)
+def test_what_is_no_schema_is_refused_as_ever(spec: str, words: str) -> None:
+    with pytest.raises(VLLMValidationError, match=words) as refusal:
+        _choose("auto", StructuredOutputOptions.JSON, spec, JSONOptions(True, False, None))
+    assert refusal.value.parameter == "structured_outputs"

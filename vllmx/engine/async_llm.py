@@ -138,9 +138,13 @@ class AsyncLLM(EngineFront):
         priority: int = 0,
         prompt_text: str | None = None,
         data_parallel_rank: int | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> RequestOutputCollector:
         """Check and queue a request; returns the collector of its outputs.
 
+        The `reasoning_` arguments tell a grammar where it begins: whether it does at once, None to
+        find out from the prompt, and what the reasoning parser is made with.
         Raises ValueError for a bad request and EngineDeadError where nothing can be served.
         """
         if self.errored:
@@ -164,6 +168,8 @@ class AsyncLLM(EngineFront):
                 priority,
                 data_parallel_rank,
             )
+            request.reasoning_ended = reasoning_ended
+            request.reasoning_parser_kwargs = reasoning_parser_kwargs
             prompt_text = text_of(prompt)
         assert request.sampling_params is not None
         self.input_processor.assign_request_id(request)
@@ -192,6 +198,8 @@ class AsyncLLM(EngineFront):
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they come; the last one has `finished`.
 
@@ -211,6 +219,8 @@ class AsyncLLM(EngineFront):
                 priority=priority,
                 prompt_text=prompt_text,
                 data_parallel_rank=data_parallel_rank,
+                reasoning_ended=reasoning_ended,
+                reasoning_parser_kwargs=reasoning_parser_kwargs,
             )
             finished = False
             while not finished:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,11 +19,23 @@ if TYPE_CHECKING:
     from vllmx.model_loader.tokenizer import Tokenizer
 
 
-class ReasoningParser:
-    """Base of the parsers; one is made for each request.
+@dataclass
+class DeltaMessage:
+    """What is new in a streamed answer: a part of its reasoning, of its content, or both."""
 
-    A parser of one's own has to say `is_reasoning_end` and `extract_content_ids`.
+    reasoning: str | None = None
+    content: str | None = None
+
+
+class ReasoningParser:
+    """Base of the parsers; one is made for each answer.
+
+    A parser of one's own has to say `is_reasoning_end` and `extract_content_ids`, and for chats
+    the two methods that take a text apart.
     """
+
+    keeps_special_tokens = False
+    """Whether its markers are special tokens, which answers then have to show to it."""
 
     def __init__(self, tokenizer: Tokenizer, *args: Any, **kwargs: Any) -> None:
         """`kwargs`: what the request's chat template was given, as `chat_template_kwargs`."""
@@ -61,14 +74,64 @@ class ReasoningParser:
         """Tokens of a model's output that are reasoning; 0 where the parser does not know."""
         return 0
 
+    def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
+        """(reasoning, content) of a whole answer to `request`, None where there is no such part."""
+        raise NotImplementedError(f"{type(self).__name__} has no extract_reasoning")
+
+    def extract_reasoning_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+    ) -> DeltaMessage | None:
+        """The same of the text that has come last; None where it is to be kept to itself.
+
+        An answer's deltas are given one after the other, previous + delta = current.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no extract_reasoning_streaming")
+
+    def finish(self) -> DeltaMessage | None:
+        """What was kept to itself until the end of a stream; None if that is nothing."""
+        return None
+
+    @classmethod
+    def takes_texts_apart(cls) -> bool:
+        """Whether it has the two methods that chats need, and not only finds the end."""
+        return cls.extract_reasoning is not ReasoningParser.extract_reasoning
+
 
 class ReasoningParserManager:
     """Reasoning parsers by the name that --reasoning-parser takes."""
 
     reasoning_parsers: ClassVar[dict[str, type[ReasoningParser]]] = {}
     lazy_parsers: ClassVar[dict[str, tuple[str, str]]] = {
-        "deepseek_r1": ("vllmx.reasoning.basic_parsers", "DeepSeekR1ReasoningParser"),
-        "qwen3": ("vllmx.reasoning.basic_parsers", "Qwen3ReasoningParser"),
+        name: (f"vllmx.reasoning.{module}", f"{class_name}ReasoningParser")
+        for name, module, class_name in (
+            ("deepseek_r1", "basic_parsers", "DeepSeekR1"),
+            ("qwen3", "basic_parsers", "Qwen3"),
+            ("mimo", "basic_parsers", "Qwen3"),
+            ("seed_oss", "basic_parsers", "SeedOss"),
+            ("glm45", "basic_parsers", "Glm45"),
+            ("glm47", "basic_parsers", "Glm45"),
+            ("kimi_k2", "basic_parsers", "KimiK2"),
+            ("minimax_m2", "basic_parsers", "MiniMaxM2"),
+            ("nemotron_v3", "basic_parsers", "NemotronV3"),
+            ("step3", "step3", "Step3"),
+            ("identity", "identity", "Identity"),
+            ("minimax_m2_append_think", "identity", "MiniMaxM2AppendThink"),
+            ("deepseek_v3", "deepseek_v3", "DeepSeekV3"),
+            ("holo2", "deepseek_v3", "DeepSeekV3WithThinking"),
+            ("hy_v3", "hunyuan", "HYV3"),
+            ("hunyuan_a13b", "hunyuan", "HunyuanA13B"),
+            ("ernie45", "ernie45", "Ernie45"),
+            ("granite", "granite", "Granite"),
+            ("olmo3", "olmo3", "Olmo3"),
+            ("mistral", "mistral", "Mistral"),
+            ("openai_gptoss", "gptoss", "GptOss"),
+        )
     }
 
     @classmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from vllmx.reasoning import ReasoningParser
+from vllmx.reasoning import DeltaMessage, ReasoningParser
 
 if TYPE_CHECKING:
     from vllmx.model_loader.tokenizer import Tokenizer
@@ -20,6 +20,8 @@ class BaseThinkingReasoningParser(ReasoningParser):
 
     start_token: str = ""
     end_token: str = ""
+    begins_with_reasoning = False
+    """Whether an answer is reasoning from its begin on, without the start token."""
 
     def __init__(self, tokenizer: Tokenizer, *args: Any, **kwargs: Any) -> None:
         """RuntimeError for a vocabulary without the two tokens; ValueError without a tokenizer, or
@@ -27,7 +29,7 @@ class BaseThinkingReasoningParser(ReasoningParser):
         super().__init__(tokenizer, *args, **kwargs)
         name, tokens = type(self).__name__, (self.start_token, self.end_token)
         if not tokenizer:
-            raise ValueError(f"{name} was made without the model's tokenizer.")
+            raise ValueError(f"{name}: the model tokenizer must be passed to its constructor.")
         if not all(tokens):
             raise ValueError(f"{name} must name both its start_token and its end_token.")
         missing = [token for token in tokens if token not in self.vocab]
@@ -37,6 +39,8 @@ class BaseThinkingReasoningParser(ReasoningParser):
                 f"tokenizer: no {' and no '.join(missing)}"
             )
         self.start_token_id, self.end_token_id = (self.vocab[token] for token in tokens)
+        self._num_seen = 0
+        self._started = self._ended = False
 
     @property
     def reasoning_start_str(self) -> str:
@@ -81,26 +85,116 @@ class BaseThinkingReasoningParser(ReasoningParser):
                 count += 1
         return count
 
+    def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
+        """All is reasoning until the end token, whether or not the start token is there."""
+        before, start, after = model_output.partition(self.start_token)
+        reasoning, _, content = (after if start else before).partition(self.end_token)
+        return reasoning, content or None
+
+    def extract_reasoning_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+    ) -> DeltaMessage | None:
+        """By the two tokens' ids; a delta that is one of them says nothing."""
+        if self._num_seen != len(previous_token_ids):  # what was before is new to this parser
+            self._started = self.start_token_id in previous_token_ids
+            self._ended = self.end_token_id in previous_token_ids
+        self._num_seen = len(previous_token_ids) + len(delta_token_ids)
+        had_started, had_ended = self._started, self._ended
+        starts, ends = self.start_token_id in delta_token_ids, self.end_token_id in delta_token_ids
+        self._started |= starts
+        self._ended |= ends
+        if len(delta_token_ids) == 1 and (starts or ends):
+            return None
+        # A text may come later than its tokens, so that the end token's text comes after its id.
+        late = self.end_token in delta_text
+        if (had_ended and not late) or not (self._started or self.begins_with_reasoning):
+            return DeltaMessage(content=delta_text)
+        if starts and not had_started:
+            delta_text = delta_text.rpartition(self.start_token)[2]
+        reasoning, end, content = delta_text.partition(self.end_token)
+        return DeltaMessage(reasoning or None, (content or None) if end else None)
+
 
 class DeepSeekR1ReasoningParser(BaseThinkingReasoningParser):
     """DeepSeek R1 and what was distilled from it."""
 
     start_token = "<think>"
     end_token = "</think>"
+    begins_with_reasoning = True
 
 
-class Qwen3ReasoningParser(BaseThinkingReasoningParser):
+class MiniMaxM2ReasoningParser(DeepSeekR1ReasoningParser):
+    """MiniMax M2, which writes no start token."""
+
+
+class Qwen3ReasoningParser(DeepSeekR1ReasoningParser):
     """Qwen 3, which does not reason where its template is told `enable_thinking=False`."""
 
-    start_token = "<think>"
-    end_token = "</think>"
+    told_by: tuple[str, ...] = ("enable_thinking",)
+    """Arguments of the template, of which one that is false switches the reasoning off."""
 
     def __init__(self, tokenizer: Tokenizer, *args: Any, **kwargs: Any) -> None:
         """`chat_template_kwargs`: what the template was told."""
         super().__init__(tokenizer, *args, **kwargs)
         told = kwargs.get("chat_template_kwargs") or {}
-        self.thinks = bool(told.get("enable_thinking", True))
+        self.thinks = all(told.get(name, True) for name in self.told_by)
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Past its reasoning, or without one."""
         return not self.thinks or super().is_reasoning_end(input_ids)
+
+    def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
+        """All is content where there is no reasoning."""
+        if not self.thinks:
+            return None, model_output.rpartition(self.end_token)[2]
+        return super().extract_reasoning(model_output, request)
+
+    def extract_reasoning_streaming(
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        previous_token_ids: Sequence[int],
+        current_token_ids: Sequence[int],
+        delta_token_ids: Sequence[int],
+    ) -> DeltaMessage | None:
+        """See BaseThinkingReasoningParser; all is content where there is no reasoning."""
+        if not self.thinks:
+            return DeltaMessage(content=delta_text)
+        texts = (previous_text, current_text, delta_text)
+        ids = (previous_token_ids, current_token_ids, delta_token_ids)
+        return super().extract_reasoning_streaming(*texts, *ids)
+
+
+class SeedOssReasoningParser(Qwen3ReasoningParser):
+    """Seed-OSS."""
+
+    start_token = "<seed:think>"
+    end_token = "</seed:think>"
+
+
+class Glm45ReasoningParser(Qwen3ReasoningParser):
+    """GLM 4.5 to 4.7."""
+
+
+class KimiK2ReasoningParser(Qwen3ReasoningParser):
+    """Kimi K2, whose template is told `thinking=False`."""
+
+    told_by = ("thinking", "enable_thinking")
+
+
+class NemotronV3ReasoningParser(Qwen3ReasoningParser):
+    """Nemotron 3. `force_nonempty_content` makes an answer that is all reasoning its content."""
+
+    def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
+        """The two change places where there would be no content, and it was asked for."""
+        reasoning, content = super().extract_reasoning(model_output, request)
+        told = getattr(request, "chat_template_kwargs", None) or {}
+        unwanted = told.get("enable_thinking") is False or told.get("force_nonempty_content")
+        return (content, reasoning) if unwanted and content is None else (reasoning, content)

@@ -31,8 +31,11 @@ def rewrite_schema(schema: Any) -> Any:
     made = copy.deepcopy(schema)
     if not isinstance(made, dict) or not _point_references(made):
         return schema
-    text = json.dumps(made)
     old = any(draft in str(made.get("$schema")) for draft in _OLD_DRAFTS)
+    if old:
+        for _, node in subschemas(made):
+            _lone_reference(node)
+    text = json.dumps(made)
     rules: list[Callable[[Node], None]] = [_items_as_list, _trifles]
     if "unevaluated" not in text:
         # Beside those it matters what a keyword counts as evaluated, not only what it allows.
@@ -52,7 +55,21 @@ def rewrite_schema(schema: Any) -> Any:
         for _, node in subschemas(made)
         if isinstance(node, dict) and "$ref" in node
     )
-    return schema if lost else made
+    if lost:
+        return schema
+    # The new words are those of the newest draft, which is what libraries take where none is named.
+    named = made.pop("$schema", None)
+    same = named is not None and json.dumps({"$schema": named, **made}) == json.dumps(
+        {"$schema": named, **schema}
+    )
+    return schema if same else made
+
+
+def _lone_reference(node: Any) -> None:
+    """In older drafts nothing counts beside a reference."""
+    if isinstance(node, dict) and "$ref" in node:
+        for name in node.keys() - {"$ref", "$defs", "definitions", "$schema"}:
+            del node[name]
 
 
 def _also(node: Node, *schemas: Any) -> None:

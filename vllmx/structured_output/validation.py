@@ -145,11 +145,15 @@ def _choose(
 def _ways_to_say(kind: Kind, spec: str) -> Iterator[str]:
     """`spec`, then what it means in the words that libraries know, if that is something else."""
     yield spec
-    if kind == Kind.JSON:
+    if kind != Kind.JSON:
+        return
+    try:
         schema = _parse_schema(spec)
-        rewritten = json.dumps(rewrite_schema(schema))
-        if rewritten != json.dumps(schema):
-            yield rewritten
+        before, rewritten = json.dumps(schema), json.dumps(rewrite_schema(schema))
+    except (ValueError, RecursionError):
+        return  # the libraries have said what is wrong with it
+    if rewritten != before:
+        yield rewritten
 
 
 def _ask(

@@ -168,6 +168,7 @@ class DeltaMessage(OpenAIBaseModel):
 
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatCompletionLogProb(OpenAIBaseModel):

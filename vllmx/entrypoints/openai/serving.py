@@ -46,6 +46,10 @@ class RenderedPrompt:
 
     token_ids: list[int]
     text: str | None = None
+    reasoning_ended: bool | None = None
+    """Whether a grammar begins at once; None: the engine finds out where."""
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+    """What the engine's reasoning parser is made with."""
 
 
 def fit_prompt(token_ids: list[int], request: GenerationRequest, max_model_len: int) -> list[int]:
@@ -261,7 +265,14 @@ class OpenAIServing:
             inputs["prompt"] = prompt.text
         if body.cache_salt is not None:
             inputs["cache_salt"] = body.cache_salt
-        outputs = self.engine_client.generate(inputs, params, request_id, priority=body.priority)
+        outputs = self.engine_client.generate(
+            inputs,
+            params,
+            request_id,
+            priority=body.priority,
+            reasoning_ended=prompt.reasoning_ended,
+            reasoning_parser_kwargs=prompt.reasoning_parser_kwargs,
+        )
         self.active_requests.add(request_id)
         try:
             async for output in outputs:

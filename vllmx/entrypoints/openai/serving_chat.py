@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -40,6 +41,8 @@ from vllmx.entrypoints.openai.serving import (
 )
 from vllmx.entrypoints.openai.streams import SSE_DONE, EventStream, StartedStream, sse
 from vllmx.exceptions import VLLMValidationError
+from vllmx.reasoning import ReasoningParser, get_reasoning_parser_cls
+from vllmx.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from vllmx.logprobs import Logprob
@@ -85,8 +88,53 @@ class _Answer:
         return self.body.n or 1
 
 
+@dataclass
+class _Splitter:
+    """Takes a streamed answer apart into reasoning and content."""
+
+    parser: ReasoningParser
+    shows_reasoning: bool
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+
+    def take(self, output: CompletionOutput) -> DeltaMessage | None:
+        """What is to be sent of the text that has come; None for nothing."""
+        delta = None
+        if output.text or output.token_ids:
+            new_ids = list(output.token_ids)
+            text, token_ids = self.text + output.text, self.token_ids + new_ids
+            delta = self.parser.extract_reasoning_streaming(
+                self.text, text, output.text, self.token_ids, token_ids, new_ids
+            )
+            self.text, self.token_ids = text, token_ids
+        parts = [delta, self.parser.finish() if output.finish_reason else None]
+        reasoning = "".join(part.reasoning or "" for part in parts if part is not None)
+        content = "".join(part.content or "" for part in parts if part is not None)
+        sent: dict[str, str] = {}
+        if reasoning and self.shows_reasoning:
+            sent["reasoning"] = reasoning
+        if content:
+            sent["content"] = content
+        return DeltaMessage(**sent) if sent else None
+
+
 class OpenAIServingChat(OpenAIServing):
     """Answers chat requests."""
+
+    @cached_property
+    def reasoning_parser_cls(self) -> type[ReasoningParser] | None:
+        """Parser of the model's reasoning, if the server has one."""
+        config = self.engine_client.vllm_config.structured_outputs_config
+        if config is None or not config.reasoning_parser:
+            return None
+        return get_reasoning_parser_cls(config)
+
+    def _reasoning_parser(self, answer: _Answer) -> ReasoningParser | None:
+        """A parser for one answer; None where answers are not taken apart."""
+        cls = self.reasoning_parser_cls
+        if cls is None or not cls.takes_texts_apart():
+            return None
+        return cls(self.require_tokenizer(), **(answer.prompt.reasoning_parser_kwargs or {}))
 
     async def create_chat_completion(
         self, body: ChatCompletionRequest, raw_request: Request
@@ -95,6 +143,9 @@ class OpenAIServingChat(OpenAIServing):
         self.check_request(body)
         prompt = await asyncio.to_thread(self._render, body)
         params = self.sampling_params(body, prompt, self.default_sampling_params.get("max_tokens"))
+        parser_cls = self.reasoning_parser_cls
+        if parser_cls and parser_cls.keeps_special_tokens and isinstance(params, SamplingParams):
+            params.skip_special_tokens = False
         role = ASSISTANT if body.add_generation_prompt else body.messages[-1].role
         request_id = self.request_id("chatcmpl", body, raw_request)
         answer = _Answer(body, prompt, request_id, now(), role, _echo_text(body, role))
@@ -121,7 +172,11 @@ class OpenAIServingChat(OpenAIServing):
         fitted = fit_prompt(token_ids, body, self.max_model_len)
         if not fitted:
             raise VLLMValidationError("The decoder prompt cannot be empty", parameter="messages")
-        return RenderedPrompt(fitted, text)
+        prompt = RenderedPrompt(fitted, text)
+        if self.reasoning_parser_cls is not None:
+            prompt.reasoning_ended = None if body.include_reasoning else True
+            prompt.reasoning_parser_kwargs = {"chat_template_kwargs": kwargs}
+        return prompt
 
     async def _events(
         self, answer: _Answer, results: StartedStream[RequestOutput]
@@ -131,6 +186,7 @@ class OpenAIServingChat(OpenAIServing):
         )
         num_prompt_tokens = len(answer.prompt.token_ids)
         num_tokens = [0] * answer.n
+        splitters = self._splitters(answer)
         try:
             started = False
             async for result in results:
@@ -140,7 +196,8 @@ class OpenAIServingChat(OpenAIServing):
                         yield sse(chunk)
                 for output in result.outputs:
                     num_tokens[output.index] += len(output.token_ids)
-                    choice = self._stream_choice(answer.body, output)
+                    splitter = splitters[output.index] if splitters else None
+                    choice = self._stream_choice(answer.body, output, splitter)
                     if choice is None:
                         continue
                     chunk = self._chunk(answer, [choice])
@@ -190,19 +247,29 @@ class OpenAIServingChat(OpenAIServing):
                 chunks.append(chunk)
         return chunks
 
+    def _splitters(self, answer: _Answer) -> list[_Splitter]:
+        """One for each choice; none at all where answers are not taken apart."""
+        parsers = [self._reasoning_parser(answer) for _ in range(answer.n)]
+        shows = answer.body.include_reasoning
+        return [_Splitter(parser, shows) for parser in parsers if parser is not None]
+
     def _stream_choice(
-        self, body: ChatCompletionRequest, output: CompletionOutput
+        self, body: ChatCompletionRequest, output: CompletionOutput, splitter: _Splitter | None
     ) -> ChatCompletionResponseStreamChoice | None:
         """What is new in one choice; None where there is nothing to tell."""
         logprobs = None
         if body.logprobs and output.token_ids:
             logprobs = self._logprobs(body, output)
         ids = list(output.token_ids) if body.return_token_ids else None
-        if not (output.text or logprobs or output.finish_reason or ids):
+        delta: DeltaMessage | None = DeltaMessage(content=output.text)
+        if splitter is not None:
+            delta = splitter.take(output)
+        said = output.text if splitter is None else delta
+        if not (said or logprobs or output.finish_reason or ids):
             return None
         choice = ChatCompletionResponseStreamChoice(
             index=output.index,
-            delta=DeltaMessage(content=output.text),
+            delta=delta or DeltaMessage(),
             logprobs=logprobs,
             finish_reason=output.finish_reason,
         )
@@ -217,7 +284,7 @@ class OpenAIServingChat(OpenAIServing):
         choices = [
             ChatCompletionResponseChoice(
                 index=output.index,
-                message=ChatMessage(role=answer.role, content=answer.echo + output.text),
+                message=self._message(answer, output.text),
                 logprobs=self._logprobs(body, output) if body.logprobs else None,
                 finish_reason=output.finish_reason or "stop",
                 stop_reason=output.stop_reason,
@@ -237,6 +304,19 @@ class OpenAIServingChat(OpenAIServing):
             prompt_token_ids=answer.prompt.token_ids if body.return_token_ids else None,
             prompt_text=answer.prompt.text if body.return_prompt_text else None,
         )
+
+    def _message(self, answer: _Answer, text: str) -> ChatMessage:
+        """The answer's text, its reasoning apart from it."""
+        parser = self._reasoning_parser(answer)
+        reasoning: str | None = None
+        content: str | None = text
+        if parser is not None:
+            reasoning, content = parser.extract_reasoning(text, answer.body)
+        if not answer.body.include_reasoning:
+            reasoning = None
+        if answer.echo:
+            content = answer.echo + (content or "")
+        return ChatMessage(role=answer.role, content=content, reasoning=reasoning)
 
     def _logprobs(
         self, body: ChatCompletionRequest, output: CompletionOutput
