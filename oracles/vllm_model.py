@@ -29,6 +29,7 @@ _lane = ["vllm-cpu-f32"]
 WHOLE = {
     "CohereDecoderLayer",
     "Exaone4DecoderLayer",
+    "HyperCLOVAXDecoderLayer",
     "Olmo2DecoderLayer",
     "StablelmDecoderLayer",
 }
