@@ -31,6 +31,7 @@ WHOLE = {
     "Exaone4DecoderLayer",
     "HyperCLOVAXDecoderLayer",
     "Olmo2DecoderLayer",
+    "PhiMoEDecoderLayer",
     "StablelmDecoderLayer",
 }
 """Layers whose first output is the whole stream, although a second one comes with it."""
