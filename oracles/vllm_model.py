@@ -29,7 +29,9 @@ _lane = ["vllm-cpu-f32"]
 WHOLE = {
     "CohereDecoderLayer",
     "Exaone4DecoderLayer",
+    "HyperCLOVAXDecoderLayer",
     "Olmo2DecoderLayer",
+    "PhiMoEDecoderLayer",
     "StablelmDecoderLayer",
 }
 """Layers whose first output is the whole stream, although a second one comes with it."""

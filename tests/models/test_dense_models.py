@@ -23,7 +23,7 @@ from vllmx.tiny.configs import config_of
 from vllmx.tiny.dense_configs import DENSE_FAMILIES
 
 ROWS = ("tiny-gemma2", "tiny-mistral", "tiny-phi3", "tiny-qwen2", "tiny-apertus", "tiny-olmo3")
-"""Those whose feature has a row, and the two that have no golden of upstream's."""
+"""Those whose feature has a row, and two that upstream answers only if it is told something."""
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5, detokenize=False)
 
 

@@ -79,9 +79,10 @@ class Attention(nn.Module):
             ops.choose_attention(vllm_config.attention_config.backend, **facts),
             ops.batch_invariant,
         )
-        self._run: Callable[..., Tensor] = self.backend.run
+        run: Callable[..., Tensor] = self.backend.run
         if attention_chunk_size is not None:
-            self._run = partial(self._run, attention_chunk_size=attention_chunk_size)
+            run = partial(run, attention_chunk_size=attention_chunk_size)
+        self._run = run
         if self.backend.indexes_kv_by_block_stride():
             # Its pages may be padded, or packed with those of other layers.
             facts["strided_blocks"] = True

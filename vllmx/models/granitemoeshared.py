@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from vllmx.models.granite import GraniteDecoderLayer, GraniteModel
+from vllmx.models.granite import GraniteDecoderLayer, GraniteForCausalLM, GraniteModel
 from vllmx.models.granitemoe import GraniteMoeForCausalLM
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.sparse import SharedExpertsMoE
@@ -39,7 +39,7 @@ class GraniteMoeSharedModel(GraniteModel):
     layer_cls = GraniteMoeSharedDecoderLayer
 
 
-class GraniteMoeSharedForCausalLM(GraniteMoeForCausalLM):
+class GraniteMoeSharedForCausalLM(GraniteForCausalLM):
     """Granite MoE, shared, with its output head."""
 
     hf_to_vllm_mapper = WeightsMapper(

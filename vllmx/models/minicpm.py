@@ -7,15 +7,27 @@ from __future__ import annotations
 from typing import Any
 
 from vllmx.exceptions import CheckpointError
-from vllmx.models.granite import GraniteDecoderLayer, GraniteForCausalLM, GraniteModel
+from vllmx.models.granite import (
+    GraniteAttention,
+    GraniteDecoderLayer,
+    GraniteForCausalLM,
+    GraniteModel,
+)
 from vllmx.models.hf_config import HFConfig
-from vllmx.models.llama import LlamaAttention
+
+
+class MiniCPMAttention(GraniteAttention):
+    """Llama's."""
+
+    def scale_of(self, config: HFConfig) -> float:
+        """The root of a head's size."""
+        return config.head_dim**-0.5
 
 
 class MiniCPMDecoderLayer(GraniteDecoderLayer):
     """Llama's attention; what is added is multiplied by scale_depth over the root of the depth."""
 
-    attention_cls = LlamaAttention
+    attention_cls = MiniCPMAttention
 
     def __init__(self, config: HFConfig, **shared: Any) -> None:
         super().__init__(config, **shared)

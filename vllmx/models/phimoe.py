@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vllmx.exceptions import CheckpointError
 from vllmx.models.dense import LayerNormDecoderLayer
 from vllmx.models.hf_config import HFConfig
-from vllmx.models.llama import LlamaModel
+from vllmx.models.llama import LlamaForCausalLM, LlamaModel
 from vllmx.models.mixtral import MixtralForCausalLM
 from vllmx.models.sparse import SharedExpertsMoE
 
@@ -68,9 +68,10 @@ class PhiMoEModel(LlamaModel):
     layer_cls = PhiMoEDecoderLayer
 
 
-class PhiMoEForCausalLM(MixtralForCausalLM):
+class PhiMoEForCausalLM(LlamaForCausalLM):
     """Phi-3.5 MoE with its output head."""
 
+    hf_to_vllm_mapper = MixtralForCausalLM.hf_to_vllm_mapper
     model_cls = PhiMoEModel
 
     @property

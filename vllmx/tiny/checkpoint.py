@@ -75,7 +75,8 @@ def save(name: str, folder: Path) -> None:
         # a model is judged by what it computes, not by what its weights lose.
         tensors = {key: as_bfloat16(tensor) for key, tensor in tensors.items()}
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
-    for file, content in tokenizer_files(SIZES["vocab_size"]).items():
+    vocab_size = text.get("padded_vocab_size") or text["vocab_size"]
+    for file, content in tokenizer_files(vocab_size).items():
         (folder / file).write_text(json.dumps(content, indent=1) + "\n")
     if name in TWINS:
         _save_twin(name, folder / "twin", tensors, config)

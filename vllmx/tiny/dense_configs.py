@@ -230,6 +230,8 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
         {
             "head_dim": 96,
             "sliding_window": None,
+            # What upstream reads of what transformers reads among the rope parameters.
+            "llama_4_scaling": {"original_max_position_embeddings": 64, "beta": 0.1},
             "rope_parameters": ROPE
             | {
                 "rope_type": "yarn",

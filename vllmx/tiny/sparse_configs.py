@@ -129,6 +129,7 @@ MORE_SPARSE: dict[str, dict[str, Any]] = {
             "num_experts": 8,
             "num_experts_per_tok": 2,
             "norm_topk_prob": True,
+            "use_sliding_window": True,  # upstream forgets the window without it
             "rope_parameters": {
                 "sliding_attention": ROPE,
                 "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
