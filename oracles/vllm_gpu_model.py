@@ -28,8 +28,8 @@ SETTINGS = {
 EAGER = "--eager"
 
 
-def describe() -> dict[str, Any]:
-    """What computed."""
+def describe(job: Job) -> dict[str, Any]:
+    """What computed the answer to `job`."""
     import torch
 
     way = "eager" if EAGER in sys.argv else "graph"

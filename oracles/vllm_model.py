@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracle: whole models in upstream vLLM on a CPU, float32, eager.
+"""Oracle: whole models in upstream vLLM on a CPU, eager.
 
 `python -m oracles.vllm_model JOB OUT`, in upstream's environment (`nox -s oracle`); the files are
 described in oracles/model_job.py. The wheel has no Triton, so the first model runner answers.
+
+What a job asks for is float32, in which hybrid models need another recurrence (gdn_reference.py),
+or bfloat16, in which upstream is as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-LONGEST = 1024
 WHOLE = {
     "CohereDecoderLayer",
     "Exaone4DecoderLayer",
@@ -38,14 +40,14 @@ def available() -> Literal[True] | str:
     return vllm_pin.available()
 
 
-def describe() -> dict[str, Any]:
-    """What computed."""
+def describe(job: Job) -> dict[str, Any]:
+    """What computed the answer to `job`."""
     import torch
 
     return {
         "name": "vllm",
         "version": vllm_pin.VERSION,
-        "lane": "vllm-cpu-f32-gdnref" if gdn_reference.patched() else "vllm-cpu-f32",
+        "lane": lane_of(job.dtype, gdn_reference.patched()),
         "callable": "vllm.LLM.generate",
         "torch": torch.__version__,
         "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
@@ -54,12 +56,31 @@ def describe() -> dict[str, Any]:
     }
 
 
+def lane_of(dtype: str, patched: bool) -> str:
+    """The name of what computed in `dtype`, with upstream's kernels replaced or not."""
+    if dtype == "bfloat16":
+        return "vllm-cpu-bf16"
+    return "vllm-cpu-f32-gdnref" if patched else "vllm-cpu-f32"
+
+
+def prepare() -> None:
+    """Import upstream."""
+    os.environ.update(SETTINGS)
+    from vllm import LLM
+    from vllm.model_executor.models import registry
+
+    assert LLM
+    # Upstream looks at a model's class in a process that imports all of it again; a process that
+    # was forked for one model may as well look itself.
+    registry._run_in_subprocess = lambda look: look()
+
+
 def compute(job: Job) -> Answer:
     """Continue and score the sequences of `job`."""
     os.environ.update(SETTINGS)
-    if gdn_reference.is_hybrid(Path(job.folder)):
+    if job.dtype == "float32" and gdn_reference.is_hybrid(Path(job.folder)):
         gdn_reference.patch()
-    return answer_of(job, dtype="float32", enforce_eager=True)
+    return answer_of(job, dtype=job.dtype, enforce_eager=True)
 
 
 def answer_of(job: Job, **options: Any) -> Answer:
@@ -71,7 +92,7 @@ def answer_of(job: Job, **options: Any) -> Answer:
     llm = LLM(
         model=job.folder,
         enable_prefix_caching=False,
-        max_model_len=LONGEST,
+        max_model_len=job.longest,
         max_logprobs=job.top_k,
         skip_tokenizer_init=True,
         disable_log_stats=True,
@@ -137,4 +158,4 @@ def _stream(llm: Any, sequence: list[int]) -> list[np.ndarray]:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    raise SystemExit(main("vllm_model", available, describe, compute))
+    raise SystemExit(main("vllm_model", available, describe, compute, prepare))
