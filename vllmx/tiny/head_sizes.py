@@ -20,6 +20,10 @@ HEAD_SIZES: dict[str, dict[str, Any]] = {
     "tiny-mixtral": {"head_dim": 64},
     "tiny-stablelm": _by_hidden(80),
     "tiny-gemma3": {"head_dim": 80, "query_pre_attn_scalar": 64},
+    "tiny-granite": _by_hidden(80) | {"head_dim": None},
+    "tiny-gpt_neox": _by_hidden(96) | {"head_dim": None},
+    "tiny-glm4": {"head_dim": 112},
+    "tiny-gemma2": {"head_dim": 112, "query_pre_attn_scalar": 96},
     "tiny-qwen3": {"head_dim": 128},
     "tiny-qwen3_moe": {"head_dim": 128},
 }
