@@ -31,12 +31,15 @@ TENSORS = {
 }
 NORMS = {
     "llama": {"ffn_norm": "post_attention_layernorm"},
+    "qwen2": {"ffn_norm": "post_attention_layernorm"},
     "gemma3": {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }
+PLAIN = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+"""Architectures that their sizes tell all of."""
 OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -77,10 +80,10 @@ def config_of(reader: GGUFReader) -> dict[str, Any]:
         "dtype": "float32",
     }
     theta = read("ARCH.rope.freq_base", 10000.0)
-    if arch == "llama":
+    if arch in PLAIN:
         return config | {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [PLAIN[arch]],
+            "model_type": arch,
             "hidden_act": "silu",
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         }

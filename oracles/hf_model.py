@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracle: whole models in Hugging Face transformers, float32 on a CPU. The second lane.
+"""Oracle: whole models in Hugging Face transformers on a CPU. The second lane.
 
 `python -m oracles.hf_model JOB OUT`; the files are described in oracles/model_job.py.
 """
@@ -24,12 +24,12 @@ def available() -> Literal[True] | str:
     return True
 
 
-def describe() -> dict[str, Any]:
-    """What computed."""
+def describe(job: Job) -> dict[str, Any]:
+    """What computed the answer to `job`."""
     return {
         "name": "transformers",
         "version": importlib.metadata.version("transformers"),
-        "lane": "hf-cpu-f32",
+        "lane": {"float32": "hf-cpu-f32", "bfloat16": "hf-cpu-bf16"}[job.dtype],
         "callable": "transformers.AutoModelForCausalLM",
         "torch": torch.__version__,
         "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
@@ -37,12 +37,19 @@ def describe() -> dict[str, Any]:
     }
 
 
+def prepare() -> None:
+    """Import transformers."""
+    from oracles import transformers_twin
+
+    assert transformers_twin.load
+
+
 @torch.inference_mode()
 def compute(job: Job) -> Answer:
     """Continue and score the sequences of `job`."""
     from oracles.transformers_twin import extend, load
 
-    model = load(Path(job.folder))
+    model = load(Path(job.folder), getattr(torch, job.dtype))
     asked = None if job.ids is None else np.load(job.ids)
     answer = Answer([extend(model, ids, job.max_tokens) for ids in job.prompts] + job.forced)
     for sequence in answer.sequences:
@@ -86,4 +93,4 @@ def _stream(model: Any, sequence: list[int]) -> list[np.ndarray]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main("hf_model", available, describe, compute))
+    raise SystemExit(main("hf_model", available, describe, compute, prepare))

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an oracle of whole models is asked, and what it answers: a JSON file in, safetensors out.
 
-JOB: {"folder", "prompts": [ids], "forced": [ids], "max_tokens", "top_k", "sketch_tokens"}. Each
-prompt is continued greedily by max_tokens; the sequences that come of it, and the forced ones after
-them, are then scored in whole. A lane that is to judge the same sequences is given them all as
-`forced`, and the ids to score as `ids` [positions, top_k].
+JOB: {"folder", "prompts": [ids], "forced": [ids], "max_tokens", "top_k", "sketch_tokens", "dtype",
+"longest"}. Each prompt is continued greedily by max_tokens; the sequences that come of it, and the
+forced ones after them, are then scored in whole. A lane that is to judge the same sequences is
+given them all as `forced`, and the ids to score as `ids` [positions, top_k].
 
 OUT: `tokens` int32, all sequences one after another, `offsets` int32 [sequences + 1]; for each
 position but a sequence's last, in that order, `lp.ids` int32 [positions, top_k], most likely
@@ -15,13 +15,19 @@ sequence, or `stream.full` [layers + 1, tokens, hidden], with the embedding firs
 says `full`; where it names a `layer`, float64 `tap.f32.STEP` and `tap.f64.STEP` [tokens, width] of
 what is computed within it (layer_taps.py; transformers only). Metadata `oracle`: JSON of what
 computed, with the order of those `steps`.
+
+Several pairs of JOB and OUT are answered in processes of their own, forked one after another from
+one that has imported the oracle, which takes longer than a tiny model does. An OUT that failed is
+not there; what went wrong is told in a file beside it with the suffix `.error`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -44,6 +50,8 @@ class Job:
     max_tokens: int
     top_k: int
     sketch_tokens: int
+    dtype: str = "float32"
+    longest: int = 1024
     ids: str | None = None
     full: bool = False
     layer: int | None = None
@@ -100,14 +108,15 @@ def stack_of(model: Any) -> Any:
 def main(
     name: str,
     available: Callable[[], Literal[True] | str],
-    describe: Callable[[], dict[str, Any]],
+    describe: Callable[[Job], dict[str, Any]],
     compute: Callable[[Job], Answer],
+    prepare: Callable[[], object] = object,
 ) -> int:
-    """The command line of an oracle: 0 answered, 2 not available here (the reason on stderr)."""
+    """The command line of an oracle: 0 answered, 1 a job of several failed, 2 not available here
+    (the reason on stderr). `prepare` imports what every job needs."""
     parser = argparse.ArgumentParser(description=f"Answers jobs of whole models as {name}.")
     parser.add_argument("--available", action="store_true", help="only say whether it can run")
-    parser.add_argument("job", type=Path, nargs="?")
-    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("files", type=Path, nargs="*", metavar="JOB OUT")
     args, _ = parser.parse_known_args()  # an oracle may know words of its own
     ready = available()
     if ready is not True:
@@ -116,14 +125,50 @@ def main(
     if args.available:
         print(name)
         return 0
-    if args.job is None or args.out is None:
+    if not args.files or len(args.files) % 2:
         parser.error("give JOB and OUT")
-    job = Job(**json.loads(args.job.read_text()))
+    pairs = list(zip(args.files[::2], args.files[1::2]))
+
+    def answer(asked: Path, out: Path) -> None:
+        _answer(name, asked, out, describe, compute)
+
+    if len(pairs) == 1:
+        answer(*pairs[0])
+        return 0
+    prepare()
+    return max(_forked(answer, *pair) for pair in pairs)
+
+
+def _answer(
+    name: str,
+    asked: Path,
+    out: Path,
+    describe: Callable[[Job], dict[str, Any]],
+    compute: Callable[[Job], Answer],
+) -> None:
+    job = Job(**json.loads(asked.read_text()))
     answer = compute(job)
-    told = {**describe(), "numpy": np.__version__, "command": f"python -m oracles.{name}"}
+    told = {**describe(job), "numpy": np.__version__, "command": f"python -m oracles.{name}"}
     if answer.runner:
         told["runner"] = answer.runner
     if answer.taps:
         told["steps"] = [n.removeprefix("f64.") for n in answer.taps if n.startswith("f64.")]
-    save_file(answer.tensors(job), str(args.out), {"oracle": json.dumps(told, sort_keys=True)})
-    return 0
+    save_file(answer.tensors(job), str(out), {"oracle": json.dumps(told, sort_keys=True)})
+
+
+def _forked(answer: Callable[[Path, Path], None], asked: Path, out: Path) -> int:
+    """Answer one job in a child process; 0, or 1 where it failed."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            answer(asked, out)
+            code = 0
+        except Exception:
+            out.with_suffix(".error").write_text(traceback.format_exc())
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return int(status != 0)

@@ -17,9 +17,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+MASKS = (".attn.bias", ".attn.masked_bias")
+"""Not weights: the causal mask, which checkpoints of GPT-2 from before 2023 hold as well."""
 
-def load(folder: Path) -> PreTrainedModel:
-    """The model of `folder` in float32; ValueError unless every weight is there and has its place.
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of `folder` in `dtype`; ValueError unless every weight is there and has its place.
 
     An output head may be missing: it is then the embedding's. Where the folder has a folder `twin`,
     that is the model: the same weights under the names of a family that transformers knows.
@@ -28,13 +31,14 @@ def load(folder: Path) -> PreTrainedModel:
         folder = folder / "twin"
     model, found = AutoModelForCausalLM.from_pretrained(
         folder,
-        dtype=torch.float32,
+        dtype=dtype,
         attn_implementation="eager",
         local_files_only=True,
         output_loading_info=True,
     )
     missing = set(found["missing_keys"]) - {"lm_head.weight"}
-    if missing or found["unexpected_keys"] or found["mismatched_keys"]:
+    unexpected = [key for key in found["unexpected_keys"] if not key.endswith(MASKS)]
+    if missing or unexpected or found["mismatched_keys"]:
         raise ValueError(f"{folder}: weights and config.json do not fit: {found}")
     return model.eval()
 

@@ -36,8 +36,8 @@ OPTIONS = {
 }
 
 
-def describe() -> dict[str, Any]:
-    """What computed."""
+def describe(job: Job) -> dict[str, Any]:
+    """What computed the answer to `job`."""
     import torch
 
     way = "eager" if EAGER in sys.argv else "graph"

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracle: whole models in upstream vLLM on a CPU, float32, eager.
+"""Oracle: whole models in upstream vLLM on a CPU, eager.
 
 `python -m oracles.vllm_model JOB OUT`, in upstream's environment (`nox -s oracle`); the files are
 described in oracles/model_job.py. The wheel has no Triton, so the first model runner answers.
+
+What a job asks for is float32, in which hybrid models need another recurrence (gdn_reference.py),
+or bfloat16, in which upstream is as it is.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-LONGEST = 1024
-_lane = ["vllm-cpu-f32"]
+_told: list[str] = []
+"""Lanes of what upstream was told otherwise."""
 WHOLE = {
     "CohereDecoderLayer",
     "Exaone4DecoderLayer",
@@ -42,19 +45,38 @@ def available() -> Literal[True] | str:
     return vllm_pin.available()
 
 
-def describe() -> dict[str, Any]:
-    """What computed."""
+def describe(job: Job) -> dict[str, Any]:
+    """What computed the answer to `job`."""
     import torch
 
     return {
         "name": "vllm",
         "version": vllm_pin.VERSION,
-        "lane": "vllm-cpu-f32-gdnref" if gdn_reference.patched() else _lane[-1],
+        "lane": _told[-1] if _told else lane_of(job.dtype, gdn_reference.patched()),
         "callable": "vllm.LLM.generate",
         "torch": torch.__version__,
         "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",
         "reps": 1,
     }
+
+
+def lane_of(dtype: str, patched: bool) -> str:
+    """The name of what computed in `dtype`, with upstream's kernels replaced or not."""
+    if dtype == "bfloat16":
+        return "vllm-cpu-bf16"
+    return "vllm-cpu-f32-gdnref" if patched else "vllm-cpu-f32"
+
+
+def prepare() -> None:
+    """Import upstream."""
+    os.environ.update(SETTINGS)
+    from vllm import LLM
+    from vllm.model_executor.models import registry
+
+    assert LLM
+    # Upstream looks at a model's class in a process that imports all of it again; a process that
+    # was forked for one model may as well look itself.
+    registry._run_in_subprocess = lambda look: look()
 
 
 def compute(job: Job) -> Answer:
@@ -66,10 +88,10 @@ def compute(job: Job) -> Answer:
         _choose_experts_with_their_bias()
     if config.get("hidden_act") == "xielu":
         _keep_xielu_in_float32()
-    if gdn_reference.is_hybrid(Path(job.folder)):
+    if job.dtype == "float32" and gdn_reference.is_hybrid(Path(job.folder)):
         gdn_reference.patch()
     options = _options(config)
-    return answer_of(job, stream=True, dtype="float32", enforce_eager=True, **options)
+    return answer_of(job, stream=True, dtype=job.dtype, enforce_eager=True, **options)
 
 
 def _options(config: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +121,7 @@ def _choose_experts_with_their_bias() -> None:
         return choose(**args)
 
     cpu_fused_moe.select_experts = select_experts
-    _lane.append("vllm-cpu-f32-onegroup")
+    _told.append("vllm-cpu-f32-onegroup")
 
 
 def _keep_xielu_in_float32() -> None:
@@ -114,7 +136,7 @@ def _keep_xielu_in_float32() -> None:
         make(self, *args, **{"dtype": torch.float32, **others})
 
     XIELU.__init__ = in_float32
-    _lane.append("vllm-cpu-f32-xielu32")
+    _told.append("vllm-cpu-f32-xielu32")
 
 
 def _give_sinks_as_bfloat16() -> None:
@@ -143,7 +165,7 @@ def answer_of(job: Job, stream: bool, **options: Any) -> Answer:
     llm = LLM(
         model=job.folder,
         enable_prefix_caching=False,
-        max_model_len=LONGEST,
+        max_model_len=job.longest,
         max_logprobs=job.top_k,
         skip_tokenizer_init=True,
         disable_log_stats=True,
@@ -212,4 +234,4 @@ def _stream(llm: Any, sequence: list[int]) -> list[np.ndarray]:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    raise SystemExit(main("vllm_model", available, describe, compute))
+    raise SystemExit(main("vllm_model", available, describe, compute, prepare))

@@ -14,7 +14,6 @@ from . import golden as golden_files
 from . import policy
 from .features import CANARY
 from .golden import GoldenError
-from .model_table import FLOOR_LANE
 from .mutate import CATALOGUE, Mutant, catalogue, closure_of
 from .status import Cell, Golden
 
@@ -63,7 +62,7 @@ class Listed:
 
     def models(self, name: str) -> Sequence[Cell]:
         """Every mode of a model that has goldens, with each provider."""
-        from .model_table import GOLDEN_LANE, expected
+        from .model_table import expected
 
         cells = []
         for cell in expected(f"model.{name}"):
@@ -72,7 +71,7 @@ class Listed:
             found = Cell(
                 *(cell.feature, "forced", cell.provider, cell.device, cell.mode),
                 kind="model",
-                golden=f"models/{cell.entry.golden(GOLDEN_LANE)}",
+                golden=f"models/{cell.entry.golden(cell.entry.lanes[0])}",
                 graded=True,
                 command=f"vllmx parity replay {cell.feature}",
             )
@@ -158,7 +157,7 @@ class Listed:
             yield f"{kind}/{name}", Golden("", "no case expects it")
 
     def _model_goldens(self) -> Iterator[tuple[str, Golden]]:
-        from .model_table import LANES, MODELS
+        from .model_table import MODELS
 
         folder = self.folder / "models"
         if not folder.is_dir():
@@ -168,11 +167,12 @@ class Listed:
         except GoldenError as error:
             yield "models", Golden("", str(error))
             return
-        wanted = {entry.golden(lane) for entry in MODELS.values() for lane in LANES}
+        wanted = {entry.golden(lane) for entry in MODELS.values() for lane in entry.lanes}
+        floors = {entry.name: entry.lanes[1] for entry in MODELS.values()}
         for name in golden_files.files(folder):
             path = folder / name
             sha = _sha(path)
-            other = path.with_name(f"{FLOOR_LANE}.safetensors")
+            other = path.with_name(f"{floors.get(path.parent.name, '')}.safetensors")
             problem = _problem(path, sha, index.get(name))
             noise = _sha(other) if other.is_file() else ""
             yield f"models/{name}", Golden(sha, problem, bool(noise), noise)

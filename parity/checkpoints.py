@@ -35,7 +35,9 @@ def oracle_folder(entry: ModelEntry) -> Path:
         return tiny_folder(entry)
     from oracles import gguf_checkpoint
 
-    source = gguf_file(entry)
+    source = weights_file(entry)
+    if source.suffix != ".gguf":
+        return source.parent
 
     def convert(made: Path) -> None:
         argv = [python_of("hf_model"), "-m", "oracles.gguf_checkpoint", str(source), str(made)]
@@ -47,11 +49,17 @@ def oracle_folder(entry: ModelEntry) -> Path:
     return _made(f"{entry.name}-f32", [Path(gguf_checkpoint.__file__)], convert)
 
 
+def weights_file(entry: ModelEntry) -> Path:
+    """The file that holds a model's weights here; OracleBlocked without one."""
+    return tiny_folder(entry) / "model.safetensors" if entry.tiny else gguf_file(entry)
+
+
 def gguf_file(entry: ModelEntry) -> Path:
-    """The GGUF file of a named model in the cache of `vllmx fetch`."""
+    """The file of a named model, GGUF most often, in the cache of `vllmx fetch`."""
     from vllmx.model_loader.fetch import default_download_dir
 
-    found = sorted((default_download_dir() / entry.name).glob("*.gguf"))
+    folder = default_download_dir() / entry.name
+    found = [path for name in ("*.gguf", "pytorch_model.bin") for path in folder.glob(name)]
     if not found:
         raise OracleBlocked(f"{entry.name} is not here; run `vllmx fetch {entry.name}`")
     return found[0]

@@ -26,7 +26,6 @@ LIST = 64
 CHUNK = 48
 """Tokens a step in the modes that cut prompts; of several sequences at once, each gets what the
 others leave."""
-LONGEST = 1024
 
 
 def build(entry: ModelEntry, provider: str, device: str, chunked: bool, eager: bool = False) -> LLM:
@@ -35,13 +34,13 @@ def build(entry: ModelEntry, provider: str, device: str, chunked: bool, eager: b
     model = str(tiny_folder(entry)) if entry.tiny else entry.name
     run = engine_args_to_config(
         model=model,
-        max_model_len=LONGEST,
-        max_logprobs=LIST,
+        max_model_len=entry.longest,
+        max_logprobs=min(LIST, entry.vocab_size),
         enable_prefix_caching=chunked,
         skip_tokenizer_init=True,
         enforce_eager=eager,
         # What a float32 checkpoint is computed in on a GPU, unless it is told, is bfloat16.
-        **({"dtype": "float32"} if entry.tiny else {}),
+        **({} if entry.quantised else {"dtype": entry.dtype}),
         **({"max_num_batched_tokens": CHUNK, "max_num_seqs": 16} if chunked else {}),
     )
     run.kernel.default_priority = list(PROVIDERS[provider])
@@ -58,8 +57,10 @@ def build(entry: ModelEntry, provider: str, device: str, chunked: bool, eager: b
 
 def scored(llm: LLM, want: Scores, one_by_one: bool) -> Ours:
     """Our scores of every position, all sequences at once or each alone."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=LIST, detokenize=False)
-    rows = _Rows()
+    params = SamplingParams(
+        temperature=0.0, max_tokens=1, prompt_logprobs=listed(llm), detokenize=False
+    )
+    rows = _Rows(block_of(llm))
     groups = [[s] for s in want.sequences] if one_by_one else [want.sequences]
     position = 0
     with logit_steps(llm) as steps:
@@ -100,8 +101,7 @@ def cache_misses(llm: LLM, prompts: list[list[int]]) -> int:
     """How many of `prompts` that are longer than a block, asked twice, take no token from the cache
     the second time; all of them where none is longer."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
-    block_size = llm.llm_engine.vllm_config.cache_config.block_size
-    assert block_size is not None
+    block_size = block_of(llm)
     generate(llm, prompts, params)
     hits = [
         bool(output.num_cached_tokens)
@@ -120,9 +120,13 @@ def decoded(
     The position where a sequence first differs is the last of it: there, too, both saw the same.
     """
     params = SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, logprobs=LIST, ignore_eos=True, detokenize=False
+        temperature=0.0,
+        max_tokens=max_tokens,
+        logprobs=listed(llm),
+        ignore_eos=True,
+        detokenize=False,
     )
-    rows = _Rows()
+    rows = _Rows(block_of(llm))
     asked = [i % len(prompts) for i in range(len(prompts) if batch is None else batch)]
     with logit_steps(llm) as steps:
         outputs = generate(llm, [prompts[i] for i in asked], params)
@@ -139,13 +143,26 @@ def decoded(
     return rows.ours(steps)
 
 
+def block_of(llm: LLM) -> int:
+    """Tokens of a block of the engine's cache."""
+    block_size = llm.llm_engine.vllm_config.cache_config.block_size
+    assert block_size is not None
+    return block_size
+
+
+def listed(llm: LLM) -> int:
+    """How many log-probabilities the engine may be asked for."""
+    return llm.llm_engine.vllm_config.model_config.max_logprobs
+
+
 def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
     """The answers to prompts of token ids."""
     return llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
 
 
 class _Rows:
-    def __init__(self) -> None:
+    def __init__(self, block: int) -> None:
+        self.block = block
         self.where: list[int] = []
         self.ids: list[list[int]] = []
         self.val: list[list[float]] = []
@@ -166,6 +183,7 @@ class _Rows:
             np.array(self.val, dtype=np.float64),
             np.array(self.next, dtype=np.float64),
             min(steps, default=0.0),
+            self.block,
         )
 
 

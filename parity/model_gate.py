@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far a model may be from the oracle's, with the same tokens forced on both.
 
-Every limit is a multiple of the floor, which is how far two oracles are from each other, or the
-smallest amount that is worth a word for the arithmetic in use (policy.yaml, `models`), whichever is
-more. Rare faults hide from means and percentiles: hence the count of large differences. A flip of
-the most likely token is a fault only if both sides were sure of theirs. However far two oracles
-are from each other, the limits end at `mean_cap` and `p99_cap`.
+Every limit is a multiple of the floor, which is how far two oracles are from each other (where the
+golden is of bfloat16: how far transformers is there from its own float32), or the smallest amount
+that is worth a word for the arithmetic in use (policy.yaml, `models`), whichever is more. Rare
+faults hide from means and percentiles: hence the count of large differences. A flip of the most
+likely token is a fault only if both sides were sure of theirs. However far two oracles are from
+each other, the limits end at `mean_cap` and `p99_cap`.
 
 What a mode asks is judged as a whole, and beside that in classes of positions, each against the
 floor of its own: a fault at every first token of a block is a sixteenth of the whole and hides in
 its mean. `prefill` and `decode` are parts of a mode (model_engine.py); within each
 
-boundary  the first token of a block: of a page, of a chunk, after a cached prefix
+boundary  the first token of a block of the model's own size: of a page, of a chunk, after a prefix
+          that the cache had
 long      from the place LONG of a sequence on
 """
 
@@ -29,7 +31,8 @@ from .policy import ModelLimits
 COVERAGE = 0.60
 """Share of the probability that the oracle's listed ids must hold to be held against a model."""
 BLOCK = 16
-"""Tokens of a block of the cache, of which chunks and cached prefixes have a whole number."""
+"""Tokens of a block of the cache, of which chunks and cached prefixes have a whole number, where a
+model asks for no other size."""
 LONG = 128
 PERCENTILE = 100
 """Positions without which a class has no percentile of its own."""
@@ -40,7 +43,8 @@ class Ours:
     """Our scores at the positions of `where` among the golden's.
 
     ids, val: [n, K'] most likely first; next: [n], log-probability of the token that follows; ulp:
-    a unit in the last place of the logits that they were made of, at the smallest of their tops.
+    a unit in the last place of the logits that they were made of, at the smallest of their tops;
+    block: tokens of a block of the cache.
     """
 
     where: np.ndarray
@@ -48,10 +52,12 @@ class Ours:
     val: np.ndarray
     next: np.ndarray
     ulp: float = 0.0
+    block: int = BLOCK
 
     def only(self, rows: np.ndarray) -> Ours:
         """The scores of some rows."""
-        return Ours(self.where[rows], self.ids[rows], self.val[rows], self.next[rows], self.ulp)
+        parts = (values[rows] for values in (self.where, self.ids, self.val, self.next))
+        return Ours(*parts, self.ulp, self.block)
 
     def at(self, ids: np.ndarray) -> np.ndarray:
         """Our log-probabilities of `ids` [n, K]; NaN for one that is not among ours."""
@@ -71,11 +77,11 @@ def binomial_bound(n: int, rate: float) -> int:
     return n
 
 
-def classes(want: Scores, at: np.ndarray) -> dict[str, np.ndarray]:
+def classes(want: Scores, at: np.ndarray, block: int = BLOCK) -> dict[str, np.ndarray]:
     """Class -> which of the positions `at` are of it."""
     places = want.places[at]
     return {
-        "boundary": np.flatnonzero((places > 0) & (places % BLOCK == 0)),
+        "boundary": np.flatnonzero((places > 0) & (places % block == 0)),
         "long": np.flatnonzero(places >= LONG),
     }
 
@@ -83,7 +89,7 @@ def classes(want: Scores, at: np.ndarray) -> dict[str, np.ndarray]:
 def judge(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[str, Check]:
     """The checks of G1 to G7 over the positions that `got` has, and over each class of them."""
     checks = _judge_all(want, floor, got, limits)
-    for name, rows in classes(want, got.where).items():
+    for name, rows in classes(want, got.where, got.block).items():
         if len(rows):
             found = _judge_all(want, floor, got.only(rows), limits)
             if len(rows) < PERCENTILE:
@@ -97,7 +103,8 @@ def _judge_all(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> d
     ids, val = want.ids[at], want.val[at]
     ours = got.at(ids)
     differences = np.abs(ours - val)
-    floors = np.abs(floor.val[at] - val)
+    base = floor.base or want
+    floors = np.abs(floor.val[at] - base.val[at])
     top_difference, top_floor = differences[:, 0], floors[:, 0]
     n = len(at)
 
@@ -121,7 +128,8 @@ def _judge_all(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> d
     checks["coverage"] = Check(float(_uncovered(val, ours, mean_limit)), 0.0)
     checks |= _flips(want, floor, got, limits)
     checks["next"] = Check(float(np.abs(got.next - want.next[at]).mean()), mean_limit)
-    paired = _kl(floor.val[at], ours) - _kl(floor.val[at], val)
+    truth = (floor.base or floor).val[at]
+    paired = _kl(truth, ours) - _kl(truth, val)
     spread = standard_error(paired, want.owners[at])
     checks["kl"] = Check(max(float(paired.mean()), 0.0), 2 * spread + limits.mean**2)
     return checks
@@ -145,7 +153,7 @@ def tie_of(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> float
     """tau: how close two tokens are between which a flip is no fault: two units of the logits'
     last place, four deviations of the margin between two oracles, or the policy's least."""
     at = got.where
-    margins = [scores.val[at, 0] - scores.val[at, 1] for scores in (want, floor)]
+    margins = [scores.val[at, 0] - scores.val[at, 1] for scores in (floor.base or want, floor)]
     sigma = float((margins[1] - margins[0]).std()) if len(at) else 0.0
     return max(2 * got.ulp, 4 * sigma, limits.tie)
 
@@ -169,7 +177,8 @@ def _flips(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[
     n = len(at)
     mine, theirs = got.ids[:, 0], want.top[at]
     flipped = np.flatnonzero(mine != theirs)
-    floor_rate = float((floor.top[at] != theirs).mean()) if n else 0.0
+    base = floor.base or want
+    floor_rate = float((floor.top[at] != base.top[at]).mean()) if n else 0.0
     tie = tie_of(want, floor, got, limits)
     unexcused = 0
     for i in flipped:

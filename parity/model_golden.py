@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +17,11 @@ import numpy as np
 from safetensors import safe_open
 
 from . import golden
-from .checkpoints import gguf_file, oracle_folder, tiny_folder
+from .checkpoints import oracle_folder, weights_file
 from .dtypes import Array, array
 from .golden import GoldenError
-from .model_table import FLOOR_LANE, GOLDEN_LANE, LANES, POSITIONS, ModelEntry
-from .oracle_process import call
+from .model_table import LANES, POSITIONS, ModelEntry
+from .oracle_process import OracleBlocked, call
 
 SECONDS = 3600
 
@@ -29,9 +30,10 @@ SECONDS = 3600
 class Scores:
     """One lane's answer for a model. P positions: every token of a sequence but its last.
 
-    ids: int32 [P, K], most likely first; val: float32 [P, K], their log-probabilities; next:
-    float32 [P], that of the token that follows; top: int32 [P], the most likely id; stream:
-    float32 [layers, rows, 64], sketches after each layer.
+    ids: int32 [P, K], most likely first; val: float64 [P, K], their log-probabilities; next:
+    float64 [P], that of the token that follows; top: int32 [P], the most likely id; stream:
+    float32 [layers, rows, 64], sketches after each layer. What is kept is float32; sums over it are
+    not, or they would be further off than two oracles are from each other.
     """
 
     tokens: np.ndarray
@@ -43,6 +45,8 @@ class Scores:
     stream: np.ndarray
     facts: dict[str, Any]
     sha256: str
+    base: Scores | None = None
+    """Of a floor: the lane that its distance is measured from, where that is not the golden."""
 
     @cached_property
     def sequences(self) -> list[list[int]]:
@@ -66,45 +70,125 @@ class Scores:
         return int(self.offsets[sequence]) - sequence
 
 
-def ask(lane: str, job: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """(tensors, what computed) of a lane's oracle; OracleBlocked where it can't run here."""
+Told = tuple[dict[str, np.ndarray], dict[str, Any]]
+"""What an oracle answered: tensors, and what computed them."""
+
+
+def ask(lane: str, job: dict[str, Any]) -> Told:
+    """The answer of a lane's oracle; OracleBlocked where it can't run here."""
+    (answer,) = ask_all(LANES[lane].oracle, [{**job, "dtype": LANES[lane].dtype}])
+    if isinstance(answer, GoldenError):
+        raise answer
+    return answer
+
+
+def ask_all(oracle: str, jobs: list[dict[str, Any]]) -> list[Told | GoldenError]:
+    """The answer of `oracle` to each job, or why there is none; it is started once for all.
+
+    OracleBlocked where it can't run here.
+    """
     with tempfile.TemporaryDirectory() as work:
-        asked, out = Path(work) / "job.json", Path(work) / "out.safetensors"
-        if "ids" in job:
-            np.save(Path(work) / "ids.npy", job["ids"])
-            job = {**job, "ids": str(Path(work) / "ids.npy")}
-        asked.write_text(json.dumps(job))
-        # One thread: the order of a sum must not depend on the machine.
-        call(LANES[lane], asked, out, seconds=SECONDS, OMP_NUM_THREADS="1")
-        with safe_open(str(out), "numpy") as file:
-            told = json.loads(file.metadata()["oracle"])
-            return {name: file.get_tensor(name) for name in file.keys()}, told  # noqa: SIM118
+        files: list[Path] = []
+        for i, job in enumerate(jobs):
+            asked, out = Path(work) / f"{i}.json", Path(work) / f"{i}.safetensors"
+            if "ids" in job:
+                np.save(Path(work) / f"{i}.npy", job["ids"])
+                job = {**job, "ids": str(Path(work) / f"{i}.npy")}
+            asked.write_text(json.dumps(job))
+            files += [asked, out]
+        fault = GoldenError(f"{oracle} gave no answer")
+        try:
+            # One thread: the order of a sum must not depend on the machine.
+            call(oracle, *files, seconds=SECONDS * len(jobs), OMP_NUM_THREADS="1")
+        except OracleBlocked:
+            raise
+        except GoldenError as error:
+            fault = error
+        return [_read(out, fault) for out in files[1::2]]
+
+
+def _read(out: Path, fault: GoldenError) -> Told | GoldenError:
+    if not out.is_file():
+        told = out.with_suffix(".error")
+        return GoldenError(told.read_text()[-2000:]) if told.is_file() else fault
+    with safe_open(str(out), "numpy") as file:
+        told = json.loads(file.metadata()["oracle"])
+        return {name: file.get_tensor(name) for name in file.keys()}, told  # noqa: SIM118
 
 
 def weights_sha(entry: ModelEntry) -> str:
     """sha256 of the file that holds the model's weights here; OracleBlocked without one."""
-    path = tiny_folder(entry) / "model.safetensors" if entry.tiny else gguf_file(entry)
-    with path.open("rb") as file:
+    with weights_file(entry).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def record(entry: ModelEntry, lanes: list[str]) -> dict[str, bytes]:
-    """Lane -> bytes of its golden; GoldenError where an answer can't be one."""
-    folder = str(oracle_folder(entry))
-    found: dict[str, bytes] = {}
-    first, told = ask(GOLDEN_LANE, entry.job(folder))
-    _check(entry, first)
-    found[GOLDEN_LANE] = pack_answer(entry, GOLDEN_LANE, first, told)
-    for lane in lanes:
-        if lane == GOLDEN_LANE:
+Recorded = dict[str, bytes] | GoldenError
+"""Lane -> bytes of its golden, or why there are none."""
+
+
+def record(entries: list[ModelEntry]) -> Iterator[tuple[ModelEntry, Recorded]]:
+    """The goldens of each model, in turn: all are asked of the first lane, then of the others."""
+    answers: dict[str, Told | GoldenError] = {}
+    for lane in LANES:
+        of_lane = [entry for entry in entries if entry.lanes[0] == lane]
+        answers |= _ask_models(lane, of_lane, {})
+    firsts = {name: answer for name, answer in answers.items() if isinstance(answer, tuple)}
+    others: dict[str, dict[str, Told | GoldenError]] = {}
+    for lane in LANES:
+        of_lane = [entry for entry in entries if entry.name in firsts and lane in entry.lanes[1:]]
+        others[lane] = _ask_models(lane, of_lane, firsts)
+    for entry in entries:
+        try:
+            lanes = {
+                lane: others[lane][entry.name] for lane in entry.lanes[1:] if entry.name in firsts
+            }
+            yield entry, _goldens(entry, answers[entry.name], lanes)
+        except GoldenError as error:
+            yield entry, error
+
+
+def _ask_models(
+    lane: str, entries: list[ModelEntry], firsts: dict[str, Told]
+) -> dict[str, Told | GoldenError]:
+    """Name -> what a lane says of each model: what it is asked, or, where another lane has been,
+    the sequences that came of that."""
+    found: dict[str, Told | GoldenError] = {}
+    jobs: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        try:
+            job = entry.job(str(oracle_folder(entry))) | {"dtype": LANES[lane].dtype}
+        except GoldenError as error:
+            found[entry.name] = error
             continue
-        offsets, tokens = first["offsets"], first["tokens"]
-        sequences = [tokens[a:b].tolist() for a, b in pairwise(offsets)]
-        job = {**entry.job(folder), "prompts": [], "forced": sequences, "ids": first["lp.ids"]}
-        answer, told = ask(lane, job)
-        if not np.array_equal(answer["lp.ids"], first["lp.ids"]):
+        if entry.name in firsts:
+            first, _ = firsts[entry.name]
+            sequences = [first["tokens"][a:b].tolist() for a, b in pairwise(first["offsets"])]
+            job |= {"prompts": [], "forced": sequences, "ids": first["lp.ids"]}
+        jobs[entry.name] = job
+    if jobs:
+        try:
+            told = ask_all(LANES[lane].oracle, list(jobs.values()))
+        except GoldenError as error:
+            told = [error] * len(jobs)
+        found |= dict(zip(jobs, told))
+    return found
+
+
+def _goldens(
+    entry: ModelEntry, answer: Told | GoldenError, lanes: dict[str, Told | GoldenError]
+) -> dict[str, bytes]:
+    if isinstance(answer, GoldenError):
+        raise answer
+    first, told = answer
+    _check(entry, first)
+    found = {entry.lanes[0]: pack_answer(entry, entry.lanes[0], first, told)}
+    for lane, other in lanes.items():
+        if isinstance(other, GoldenError):
+            raise other
+        second, told = other
+        if not np.array_equal(second["lp.ids"], first["lp.ids"]):
             raise GoldenError(f"{entry.name}: {lane} scored other ids than it was asked")
-        kept = {name: answer[name] for name in ("lp.val", "lp.next", "lp.top", "stream")}
+        kept = {name: second[name] for name in ("lp.val", "lp.next", "lp.top", "stream")}
         found[lane] = pack_answer(entry, lane, kept, told)
     return found
 
@@ -142,10 +226,11 @@ def pack_answer(
 
 
 def load(entry: ModelEntry, folder: Path = golden.MODELS) -> tuple[Scores, Scores]:
-    """(golden, floor lane) of a model; GoldenError if one is missing or does not fit."""
+    """(golden, floor lane) of a model; GoldenError if one is missing, does not fit, or is of other
+    sequences than the model is asked now."""
     index = golden.read_index(folder)
     read: dict[str, golden.Golden] = {}
-    for lane in (GOLDEN_LANE, FLOOR_LANE):
+    for lane in entry.lanes:
         name = entry.golden(lane)
         read[lane] = golden.read(folder / name)
         if index.get(name) != read[lane].sha256:
@@ -153,8 +238,21 @@ def load(entry: ModelEntry, folder: Path = golden.MODELS) -> tuple[Scores, Score
         facts = read[lane].facts
         if (facts["feature"], facts["case"]) != (entry.feature, lane):
             raise GoldenError(f"{name} is of {facts['feature']} {facts['case']}")
-    main = _scores(read[GOLDEN_LANE], {})
-    return main, _scores(read[FLOOR_LANE], read[GOLDEN_LANE].tensors)
+    first, second, *third = (read[lane] for lane in entry.lanes)
+    want, floor = _scores(first, {}), _scores(second, first.tensors)
+    if third:
+        floor = replace(floor, base=_scores(third[0], first.tensors))
+    prompts, forced = entry.prompts(), entry.forced()
+    lengths = [len(prompt) + entry.max_tokens for prompt in prompts]
+    sequences = want.sequences
+    same = [s[: len(p)] == p for s, p in zip(sequences, prompts)]
+    if (
+        not all(same)
+        or [len(s) for s in sequences[: len(prompts)]] != lengths
+        or sequences[len(prompts) :] != forced
+    ):
+        raise GoldenError(f"{entry.name}: the golden is of other sequences; record it anew")
+    return want, floor
 
 
 def _scores(found: golden.Golden, shared: dict[str, Array]) -> Scores:
@@ -165,8 +263,8 @@ def _scores(found: golden.Golden, shared: dict[str, Array]) -> Scores:
             tokens=values["tokens"],
             offsets=values["offsets"],
             ids=values["lp.ids"],
-            val=values["lp.val"],
-            next=values["lp.next"],
+            val=values["lp.val"].astype(np.float64),
+            next=values["lp.next"].astype(np.float64),
             top=values["lp.top"],
             stream=values["stream"],
             facts=found.facts,

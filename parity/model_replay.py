@@ -19,7 +19,7 @@ from .evidence import Row, make_row
 from .golden import GoldenError
 from .model_gate import classes, farthest, judge, stream_errors, tie_of
 from .model_golden import Scores, load, weights_sha
-from .model_table import FLOOR_LANE, GOLDEN_LANE, MODELS, ModelCell, ModelEntry
+from .model_table import MODELS, ModelCell, ModelEntry
 from .op_replay import C_SOURCES, device_facts
 from .oracle_process import OracleBlocked
 
@@ -33,13 +33,21 @@ CODE = (
     "vllmx/model_loader/loader.py",
 )
 """What runs a model, beside the model's own file."""
+OF_REAL = {
+    "smollm2-135m": "llama",
+    "gemma3-270m": "gemma3",
+    "qwen2.5-coder-0.5b": "qwen2",
+    "iglm": "gpt2",
+    "iglm-s": "gpt2",
+}
+"""Real model -> its file in vllmx/models."""
 JUDGES = ("parity/model_gate.py:judge", "parity/model_engine.py")
 
 
 def closure_of(cell: ModelCell) -> dict[str, str]:
     """The closure of a cell: the model, what runs it, and what judges it."""
     family = cell.entry.name.removeprefix("tiny-")
-    family = {"smollm2-135m": "llama", "gemma3-270m": "gemma3"}.get(family, family)
+    family = OF_REAL.get(family, family)
     if (closure.ROOT / f"vllmx/models/{family}.py").is_file():
         return dict(_closure(f"vllmx/models/{family}.py"))
     # Several families in one file, or a file that is called otherwise: the class and what it names.
@@ -115,7 +123,7 @@ class ModelLane:
             llm.shutdown()
 
     def _one(self, cell: ModelCell, llm: Any, want: Scores, floor: Scores) -> Row:
-        from .model_engine import shown, sketches
+        from .model_engine import block_of, shown, sketches
 
         started = time.monotonic()
         limits = self.policy.models[limits_name(cell)]
@@ -126,7 +134,7 @@ class ModelLane:
             checks["cache_misses"] = Check(float(misses), 0.0)
         if cell.mode == "bs1":
             errors = stream_errors(want.stream, sketches(llm, want.sequences[-1]))
-            floors = stream_errors(want.stream, floor.stream)
+            floors = stream_errors((floor.base or want).stream, floor.stream)
             details["layers"] = [round(float(e), 9) for e in errors]
             details["floor_layers"] = [round(float(e), 9) for e in floors]
             over = [i for i, e in enumerate(errors) if e > max(2 * floors[i], limits.stream)]
@@ -137,7 +145,7 @@ class ModelLane:
             details[f"{part}.positions"] = len(ours.where)
             details[f"{part}.tie"] = float(f"{tie_of(want, floor, ours, limits):.4g}")
             details.setdefault("worst", {})[part] = farthest(want, ours)
-            of_class = classes(want, ours.where)
+            of_class = classes(want, ours.where, ours.block)
             details |= {f"{part}.{name}.positions": len(rows) for name, rows in of_class.items()}
             if part == "prefill":
                 empty = sum(not len(rows) for rows in of_class.values())
@@ -157,7 +165,7 @@ class ModelLane:
                 "floor": floor.sha256,
             },
             golden_sha=want.sha256,
-            teeth=_teeth(want, floor, limits),
+            teeth=_teeth(want, floor, limits, block_of(llm)),
             proof=_proof(llm),
             seconds=round(time.monotonic() - started, 3),
             details=details,
@@ -165,12 +173,12 @@ class ModelLane:
 
     def _row(self, cell: ModelCell, verdict: str, reason: str, **facts: Any) -> Row:
         row: dict[str, Any] = {
-            "golden_sha": self.index.get(cell.entry.golden(GOLDEN_LANE), ""),
+            "golden_sha": self.index.get(cell.entry.golden(cell.entry.lanes[0]), ""),
             "oracle": {
                 "name": "",
                 "version": "",
-                "lane": GOLDEN_LANE,
-                "floor": self.index.get(cell.entry.golden(FLOOR_LANE), ""),
+                "lane": cell.entry.lanes[0],
+                "floor": self.index.get(cell.entry.golden(cell.entry.lanes[1]), ""),
             },
             "checks": {},
             "proof": {"selected": "", "calls": 0},
@@ -199,7 +207,7 @@ def _proof(llm: Any) -> dict[str, Any]:
     return {"selected": provider_of(llm)}
 
 
-def _teeth(want: Scores, floor: Scores, limits: Any) -> dict[str, bool]:
+def _teeth(want: Scores, floor: Scores, limits: Any, block: int) -> dict[str, bool]:
     """Whether the gate refuses plainly wrong copies of the golden: shifted, scaled, one in 200,
     and off by a little in one class of positions, which only the class's own rules can see."""
     import numpy as np
@@ -214,11 +222,11 @@ def _teeth(want: Scores, floor: Scores, limits: Any) -> dict[str, bool]:
         "scaled": Ours(every, want.ids, want.val * 1.1, want.next * 1.1),
         "rare": Ours(every, want.ids, rare, want.next),
     }
-    for name, rows in classes(want, every).items():
+    for name, rows in classes(want, every, block).items():
         value, following = want.val.astype(np.float64).copy(), want.next.copy()
         value[rows] -= 2 * limits.mean_cap
         following[rows] -= 2 * limits.mean_cap
-        copies[name] = Ours(every, want.ids, value, following)
+        copies[name] = Ours(every, want.ids, value, following, block=block)
     return {
         name: any(not check.ok for check in judge(want, floor, copy, limits).values())
         for name, copy in copies.items()

@@ -18,9 +18,26 @@ from vllmx.tiny.twins import TWIN_FAMILIES
 
 from .inputs import Maker
 
-LANES = {"vllm-cpu-f32": "vllm_model", "hf-cpu-f32": "hf_model"}
-"""Lane -> oracle. The first gives the golden, the second its floor."""
-GOLDEN_LANE, FLOOR_LANE = LANES
+
+@dataclass(frozen=True)
+class Lane:
+    """Who computes a lane, and in what."""
+
+    oracle: str
+    dtype: str
+
+
+LANES = {
+    "vllm-cpu-f32": Lane("vllm_model", "float32"),
+    "hf-cpu-f32": Lane("hf_model", "float32"),
+    "vllm-cpu-bf16": Lane("vllm_model", "bfloat16"),
+    "hf-cpu-bf16": Lane("hf_model", "bfloat16"),
+}
+FLOAT32 = ("vllm-cpu-f32", "hf-cpu-f32")
+"""Lanes of a model: the golden, then the one whose distance from it is the floor."""
+BFLOAT16 = ("vllm-cpu-bf16", "hf-cpu-bf16", "hf-cpu-f32")  # upstream as it is, GDN kernels and all
+"""With a third lane the floor is the distance of the second from that: what bfloat16 costs."""
+GOLDEN_LANE, FLOOR_LANE = FLOAT32
 TOP_K = 32
 SKETCH_TOKENS = 8
 POSITIONS = 816
@@ -32,6 +49,27 @@ STRADDLED = (8, 9, 16, 17)
 PROVIDERS = {"torch": ["torch"], "auto": []}
 """Provider of a cell -> kernel.default_priority: every op by its definition, or what is default."""
 
+QWEN2_TEXT = [
+    [785, 6722, 315, 9625, 374],
+    [750, 75698, 1445, 982],
+    [12522, 5193, 264, 882, 11, 304, 264, 2613, 14126, 553, 279, 9396, 11],
+    [28253, 88955, 518],
+    [852, 2326, 5711, 315, 264, 5567, 7974, 510, 16, 13],
+    [785, 3974, 13876, 38835],
+    [641, 220, 16, 24, 21, 24, 11, 279, 1156, 12677],
+    [48, 25, 3555, 374, 220, 16, 17, 3039, 220, 16, 17, 5267, 32, 25],
+]
+ANTIBODIES = [
+    [31, 26, 8, 22, 18, 14, 22, 8, 20, 10, 10, 10],
+    [31, 26, 18, 22, 18, 14, 22, 18, 20, 10, 5, 8, 22, 13, 13, 17, 10, 5, 20],
+    [32, 26, 7, 12, 18, 15, 21, 18, 20, 17, 20, 20],
+    [32, 27, 7, 12, 22, 15, 21, 18],
+    [31, 25, 18, 22, 18, 14, 18, 8, 20, 10, 10, 10, 20, 22, 18, 5, 10, 10],
+    [31, 28, 18, 20, 22, 8, 8, 20],
+    [32, 30, 8, 12, 22, 14, 21, 18, 20, 17, 5, 21, 14, 20, 14, 20, 17, 10, 8, 19, 5, 21, 14, 20, 6],
+    [31, 27, 8],
+]
+"""Beginnings of antibodies: the kind of chain, the species, residues of known frameworks."""
 TEXT = {
     "smollm2-135m": [
         [504, 3575, 282, 4649, 314],
@@ -67,6 +105,10 @@ TEXT = {
             236881,
         ],
     ],
+    "qwen2.5-coder-0.5b": QWEN2_TEXT,
+    "qwen2.5-coder-1.5b": QWEN2_TEXT,
+    "iglm": ANTIBODIES,
+    "iglm-s": ANTIBODIES,
 }
 """Eight beginnings of texts as each tokenizer has them ("The capital of France is", ...)."""
 
@@ -75,7 +117,8 @@ TEXT = {
 class ModelEntry:
     """One model: where its weights come from, and the lengths of its random sequences.
 
-    tiny: seeded weights that vllmx/tiny writes; else a model of conf/model.
+    tiny: seeded weights that vllmx/tiny writes; else a model of conf/model, quantised or not.
+    longest: tokens that a sequence may have.
     """
 
     name: str
@@ -85,6 +128,14 @@ class ModelEntry:
     forced_lengths: tuple[int, ...]
     max_tokens: int
     top_k: int = TOP_K
+    lanes: tuple[str, ...] = FLOAT32
+    quantised: bool = False
+    longest: int = 1024
+
+    @property
+    def dtype(self) -> str:
+        """What ours computes in: as the golden's lane does."""
+        return LANES[self.lanes[0]].dtype
 
     @property
     def feature(self) -> str:
@@ -112,6 +163,8 @@ class ModelEntry:
             "max_tokens": self.max_tokens,
             "top_k": self.top_k,
             "sketch_tokens": SKETCH_TOKENS,
+            "dtype": self.dtype,
+            "longest": self.longest,
         }
 
     def _random(self, name: str, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -122,40 +175,58 @@ class ModelEntry:
         ]
 
 
-REAL = {"tiny": False, "prompt_lengths": (), "forced_lengths": (16, 17, 33, 97, 140)}
+REAL: dict[str, Any] = {
+    "tiny": False,
+    "quantised": True,
+    "prompt_lengths": (),
+    "forced_lengths": (16, 17, 33, 97, 140),
+    "max_tokens": 64,
+}
+ANTIBODY = REAL | {"quantised": False, "longest": 512, "top_k": 16}
 TINY: dict[str, Any] = {
     "tiny": True,
     "vocab_size": 1024,
-    "prompt_lengths": (1, 5, 9, 16, 17, 33),
+    "prompt_lengths": (1, 5, 9, 16, 17, 25, 33, 41),
     "forced_lengths": (15, 16, 17, 49, 130, 257),
-    "max_tokens": 48,
+    "max_tokens": 64,
 }
 BREADTH = TINY | {"top_k": 10}
 """Many families: shorter lists make smaller goldens."""
 DENSE = sorted(DENSE_FAMILIES)
 """Dense families. oracles/vllm_model.py says what upstream 0.25.0 has to be told of Apertus and of
 Olmo3 to compute them in float32."""
-HYBRID = TINY | {"prompt_lengths": (1, 9, 25, 33, 49, 97)}
+SIX_STILL = {
+    *("tiny-mistral", "tiny-nemotron", "tiny-olmo", "tiny-olmo2", "tiny-opt", "tiny-persimmon"),
+    *("tiny-phi", "tiny-phi3", "tiny-qwen2", "tiny-seed_oss"),
+    *("tiny-apertus", "tiny-exaone", "tiny-gpt_bigcode", "tiny-hyperclovax", "tiny-internlm3"),
+    *("tiny-iquestcoder", "tiny-ministral3", "tiny-olmo3", "tiny-smollm3", "tiny-starcoder2"),
+}
+"""Dense models that are asked six prompts of 48 tokens until they are recorded anew."""
+SIX = {"prompt_lengths": (1, 5, 9, 16, 17, 33), "max_tokens": 48}
+SPARSE = TINY | {"top_k": 16}
+HYBRID = TINY | SIX | {"prompt_lengths": (1, 9, 25, 33, 49, 97)}
 """Blocks of models with recurrent layers are longer: here of 48 tokens."""
 MODELS = {
     entry.name: entry
     for entry in (
-        ModelEntry("smollm2-135m", vocab_size=49152, max_tokens=64, **REAL),
-        ModelEntry("gemma3-270m", vocab_size=262144, max_tokens=64, **REAL),
+        ModelEntry("smollm2-135m", vocab_size=49152, **REAL),
+        ModelEntry("gemma3-270m", vocab_size=262144, **REAL),
+        ModelEntry("iglm", vocab_size=33, **ANTIBODY),
+        ModelEntry("iglm-s", vocab_size=33, **ANTIBODY),
         ModelEntry("tiny-llama", **TINY),
         ModelEntry("tiny-qwen3", **TINY),
         ModelEntry("tiny-gemma3", **TINY),
-        *(ModelEntry(name, **BREADTH) for name in DENSE),
+        *(ModelEntry(name, **BREADTH | (SIX if name in SIX_STILL else {})) for name in DENSE),
         ModelEntry("tiny-qwen3_5", **HYBRID),
         ModelEntry("tiny-qwen3_5_moe", **HYBRID),
         ModelEntry("tiny-qwen3_next", **HYBRID),
-        ModelEntry("tiny-mixtral", **TINY),
-        ModelEntry("tiny-qwen3_moe", **TINY),
-        ModelEntry("tiny-glm4_moe", **TINY),
-        ModelEntry("tiny-olmoe", **TINY),
+        ModelEntry("tiny-mixtral", **SPARSE),
+        ModelEntry("tiny-qwen3_moe", **SPARSE),
+        ModelEntry("tiny-glm4_moe", **SPARSE),
+        ModelEntry("tiny-olmoe", **SPARSE),
         ModelEntry("tiny-qwen2_moe", **BREADTH),
         ModelEntry("tiny-granitemoe", **BREADTH),
-        *(ModelEntry(name, **BREADTH) for name in sorted(MORE_SPARSE | TWIN_FAMILIES)),
+        *(ModelEntry(name, **BREADTH | SIX) for name in sorted(MORE_SPARSE | TWIN_FAMILIES)),
     )
 }
 
@@ -178,13 +249,14 @@ class ModelCell:
 def modes_of(entry: ModelEntry, provider: str, device: str = "cpu") -> tuple[str, ...]:
     """The modes of a model with a provider.
 
-    The definitions expand a real model's quantised weights on every call: decoding would take
-    minutes, and the tiny models show it. A GPU computes what its golden is of, float32, with the
+    The definitions expand quantised weights on every call: decoding would take minutes, and the
+    tiny models show it. A GPU computes what its golden is of, float32, with the
     tiny models only.
     """
     if device == "cuda":
-        return GPU_MODES if entry.tiny and provider == "auto" else ()
-    return ("bs1",) if provider == "torch" and not entry.tiny else MODES
+        float32 = entry.tiny and entry.dtype == "float32"
+        return GPU_MODES if float32 and provider == "auto" else ()
+    return ("bs1",) if provider == "torch" and entry.quantised else MODES
 
 
 def expected(

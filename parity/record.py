@@ -244,19 +244,20 @@ def record(
 
 def record_models(select: str | None, check: bool, folder: Path = golden.MODELS) -> int:
     """Record the selected models; returns the exit code of the verb."""
-    from .model_golden import record as ask_model
-    from .model_table import LANES, MODELS
+    from .model_golden import record as ask_models
+    from .model_table import MODELS
 
     code = 0
-    for entry in MODELS.values():
-        words = [word.strip() for word in (select or "").split(",")]
-        if not any(n.startswith(w) for n in (entry.feature, entry.name) for w in words):
-            continue
-        try:
-            answers = ask_model(entry, list(LANES))
-        except GoldenError as error:
-            print(error)
-            code = max(code, 3 if isinstance(error, OracleBlocked) else 2)
+    words = [word.strip() for word in (select or "").split(",")]
+    chosen = [
+        entry
+        for entry in MODELS.values()
+        if any(n.startswith(w) for n in (entry.feature, entry.name) for w in words)
+    ]
+    for entry, answers in ask_models(chosen):
+        if isinstance(answers, GoldenError):
+            print(f"{entry.name}: {answers}")
+            code = max(code, 3 if isinstance(answers, OracleBlocked) else 2)
             continue
         for lane, data in answers.items():
             path = folder / entry.golden(lane)

@@ -61,7 +61,7 @@ def _op_lanes(folder: Path) -> list[dict[str, Any]]:
 def _model_lanes(folder: Path) -> list[dict[str, Any]]:
     from .model_gate import stream_errors
     from .model_golden import load
-    from .model_table import FLOOR_LANE, MODELS
+    from .model_table import MODELS
 
     found = []
     for entry in MODELS.values():
@@ -69,17 +69,18 @@ def _model_lanes(folder: Path) -> list[dict[str, Any]]:
             want, floor = load(entry, folder)
         except GoldenError:
             continue  # the goldens' own section says that it is damaged
-        apart = np.abs(floor.val - want.val)
+        base = floor.base or want
+        apart = np.abs(floor.val - base.val)
         found.append(
             {
                 "of": entry.feature,
-                "lane": FLOOR_LANE,
+                "lane": entry.lanes[1],
                 "cases": len(want.next),
                 "mean": float(f"{apart.mean():.4g}"),
                 "p99": float(f"{np.quantile(apart[:, 0], 0.99):.4g}"),
                 "max": float(f"{apart.max():.4g}"),
-                "flips": int((floor.top != want.top).sum()),
-                "stream": float(f"{stream_errors(want.stream, floor.stream).max():.4g}"),
+                "flips": int((floor.top != base.top).sum()),
+                "stream": float(f"{stream_errors(base.stream, floor.stream).max():.4g}"),
             }
         )
     return found

@@ -58,6 +58,9 @@ class ModelSource:
     """SHA-256 of the joined file."""
     size: int = 0
     """Bytes of the joined file, for the progress bar and the free-space check."""
+    beside: Dict[str, str] = field(default_factory=dict)
+    """Name in the cache folder -> glob of a file of the first wheel. With some, the folder is the
+    model; their bytes are those of the wheel, so `wheel_sha256` is needed."""
     license: str = ""
     """Licence the package or the model card states."""
 
@@ -69,7 +72,7 @@ class ModelConfig:
     name: Optional[str] = None
     """Name of the chosen file in conf/model, if one was chosen."""
     model: str = ""
-    """Folder with config.json and safetensors, or a GGUF file. Empty: taken from `source`."""
+    """Folder with config.json and weights, or a GGUF file. Empty: taken from `source`."""
     source: Optional[ModelSource] = None
     """Where to fetch the weights from when they are not in the cache; set by conf/model files."""
     tokenizer: Optional[str] = None
@@ -395,8 +398,9 @@ class LoRAConfig:
 class LoadConfig:
     """How weights are read."""
 
-    load_format: str = choice("auto", "auto", "safetensors", "gguf", "dummy")
-    """auto: by the file; dummy: seeded random weights in the shapes of config.json."""
+    load_format: str = choice("auto", "auto", "safetensors", "pt", "gguf", "dummy")
+    """auto: by the file; pt: pytorch_model.bin, of which only tensors are read; dummy: seeded
+    random weights in the shapes of config.json."""
     download_dir: Optional[str] = None
     """Cache folder of fetched models; None: ~/.cache/vllmx/models."""
     offline: bool = False

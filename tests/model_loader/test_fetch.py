@@ -150,6 +150,34 @@ def test_wheel_must_hold_exactly_one_member(source, local_download, tmp_path) ->
         fetch(source, str(tmp_path / "c"), progress=False, name="split")
 
 
+def test_files_beside_the_weights_are_of_the_first_wheel(source, local_download, tmp_path) -> None:
+    source.beside = {"config.json": "*/METADATA"}
+    path = fetch(source, str(tmp_path / "c"), progress=False, name="folder")
+    assert files(tmp_path / "c") == ["config.json", "joined.bin"]
+    assert "vllmx-test-part0" in (path.parent / "config.json").read_text()
+    (path.parent / "config.json").unlink()
+    assert cached_path("folder", source, str(tmp_path / "c")) is None
+    assert fetch(source, str(tmp_path / "c"), progress=False, name="folder") == path
+    assert files(tmp_path / "c") == ["config.json", "joined.bin"]
+
+
+def test_files_beside_the_weights_need_the_wheel_s_hash(source, tmp_path) -> None:
+    source.beside = {"config.json": "*/METADATA"}
+    source.wheel_sha256 = []
+    with pytest.raises(UserError, match=r"source\.beside needs source\.wheel_sha256"):
+        fetch(source, str(tmp_path / "c"), progress=False, name="folder")
+
+
+def test_a_licence_is_told_before_anything_is_fetched(
+    source, local_download, tmp_path, capsys
+) -> None:
+    for name in ("iglm", "iglm-s"):
+        assert "NON-COMMERCIAL" in compose_run([f"model={name}"]).model.source.license
+    source.license = "X, NON-COMMERCIAL use only"
+    fetch(source, str(tmp_path / "c"), progress=False, name="split")
+    assert "licence: X, NON-COMMERCIAL use only" in capsys.readouterr().err
+
+
 def test_broken_wheel_is_refused(source, local_download, wheels, tmp_path) -> None:
     wheels[0].write_bytes(b"not a zip")
     source.wheel_sha256 = []
@@ -182,6 +210,7 @@ def test_missing_pip_says_how_to_get_it(source, tmp_path, monkeypatch) -> None:
         ("packages", ["name"], "write name==version"),
         ("packages", [], "packages is empty"),
         ("filename", "../up.bin", "plain file name"),
+        ("beside", {"../up.json": "*"}, "plain file name"),
         ("sha256", "", "sha256 is empty"),
         ("wheel_sha256", ["0"], "one hash a package"),
     ],
@@ -193,7 +222,8 @@ def test_bad_source_is_refused(source, tmp_path, field, value, problem) -> None:
 
 
 def test_every_named_model_has_a_whole_source() -> None:
-    assert set(model_files()) == {"gemma3-270m", "smollm2-135m"}
+    real = {"gemma3-270m", "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"}
+    assert set(model_files()) == real | {"iglm", "iglm-s"}
     for name in model_files():
         source = compose_run([f"model={name}"]).model.source
         assert len(source.packages) == len(source.wheel_sha256)

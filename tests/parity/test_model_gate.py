@@ -75,7 +75,7 @@ def expectations(module: ModuleType) -> list[str]:
     wrong = []
 
     def failed(got: object, want=WANT, floor=FLOOR, limits=LIMITS) -> set[str]:
-        own = module.Ours(got.where, got.ids, got.val, got.next, got.ulp)
+        own = module.Ours(got.where, got.ids, got.val, got.next, got.ulp, got.block)
         found = module.judge(want, floor, own, limits)
         return {name for name, check in found.items() if not check.ok}
 
@@ -171,6 +171,25 @@ def expectations(module: ModuleType) -> list[str]:
     one = flipped([int(np.flatnonzero(PLACES == 16)[0])], 1e-5).only(start)
     expect("one flip of a few", "boundary.unlike" not in failed(one))
 
+    # A model's own blocks: a third of the boundaries of 16 tokens, where each must be seen.
+    own = np.flatnonzero((PLACES > 0) & (PLACES % 48 == 0))
+    seen = dataclasses.replace(moved(own, -2e-4), block=48)
+    expect("own blocks", "boundary.mean" in failed(seen))
+    expect("blocks of others", "boundary.mean" not in failed(moved(own, -2e-4)))
+
+    # A floor that is measured between two lanes of which neither is the golden.
+    far = dataclasses.replace(WANT, val=WANT.val + 0.02 * np.resize([1, -1], (len(WANT.val), 1)))
+    between = dataclasses.replace(far, val=far.val + RNG.normal(0, 1e-5, far.val.shape), base=far)
+    expect("a floor from its base", "mean" in failed(moved(slice(None), 2e-4), floor=between))
+    expect("the golden passes with a base", failed(GOOD, floor=between) == set())
+    expect("ties by the base", "flips" in failed(flipped([SURE], 0.06), floor=between))
+    tops = far.top.copy()
+    tops[ties] += 1
+    turned = dataclasses.replace(between, top=tops, base=dataclasses.replace(far, top=tops))
+    expect("flips by the base", "ties" in failed(flipped(ties, 1e-5), floor=turned))
+    nearer = dataclasses.replace(FLOOR, val=biased.val, base=WANT)
+    expect("kl from the base", "kl" not in failed(GOOD, biased, nearer))
+
     # The error of a mean of values that are alike within a sequence.
     owners = np.repeat(np.arange(30), 30)
     swing = np.tile(np.resize([1.0, -1.0], 30), 30)
@@ -228,10 +247,15 @@ MUTANTS = {
     "kl of either sign": ("max(float(paired.mean()), 0.0)", "abs(float(paired.mean()))"),
     "positions are independent": ("return min(alone, together)", "return alone"),
     "sequences alone": ("return min(alone, together)", "return together"),
-    "no classes": ("in classes(want, got.where).items():", "in ():"),
-    "boundary everywhere": ("(places % BLOCK == 0)", "(places % 1 == 0)"),
-    "boundary one late": ("(places % BLOCK == 0)", "(places % BLOCK == 1)"),
+    "no classes": ("in classes(want, got.where, got.block).items():", "in ():"),
+    "boundary everywhere": ("(places % block == 0)", "(places % 1 == 0)"),
+    "boundary one late": ("(places % block == 0)", "(places % block == 1)"),
     "boundary at the beginning": ("(places > 0) & ", ""),
+    "blocks of 16 for all": ("got.where, got.block)", "got.where)"),
+    "a floor from the golden": ("floor.val[at] - base.val[at]", "floor.val[at] - val"),
+    "kl from the floor": ("(floor.base or floor).val[at]", "floor.val[at]"),
+    "a tie from the golden": ("(floor.base or want, floor)", "(want, floor)"),
+    "flips from the golden": ("!= base.top[at])", "!= theirs)"),
     "long from the middle": ("places >= LONG", "places >= 32"),
     "long never": ("places >= LONG", "places > 10**6"),
     "classes by the whole": ("got.only(rows), limits)", "got, limits)"),

@@ -111,6 +111,25 @@ def test_goldens_have_enough_positions_and_their_two_lanes_agree(name: str) -> N
     assert want.facts["oracle"]["version"] == "0.25.0"
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_sums_over_a_golden_are_not_those_of_float32(name: str) -> None:
+    """What two oracles differ by, as a divergence, is a thousandth of what float32 makes of sums of
+    probabilities: a gate that summed so called its own rounding a fault."""
+    want, floor = model_golden.load(MODELS[name])
+    everywhere = np.arange(len(want.next))
+    ours = Ours(everywhere, want.ids, floor.val, floor.next)
+    found = judge(want, floor, ours, LIMITS)
+    assert found["kl"].measured < 1e-12 and found["kl"].limit < 1.2 * LIMITS.mean**2
+    for scores in (want, floor):
+        assert scores.val.dtype == scores.next.dtype == np.float64
+
+
+def test_a_golden_of_other_sequences_is_refused() -> None:
+    for changed in ({"max_tokens": 63}, {"prompt_lengths": (2,)}, {"forced_lengths": (15, 17)}):
+        with pytest.raises(GoldenError, match="of other sequences; record it anew"):
+            model_golden.load(dataclasses.replace(TINY, **changed))
+
+
 def test_sequences_are_those_that_the_table_asks_for(goldens) -> None:
     want, _ = goldens
     for sequence, prompt in zip(want.sequences, TINY.prompts()):
@@ -164,7 +183,7 @@ def test_a_cache_that_is_never_hit_fails_the_prefix_mode(goldens) -> None:
         row = lane._one(cell, llm, want, floor)
         llm.shutdown()
         assert row["verdict"] == verdict, row.get("reason")
-        assert row["checks"]["cache_misses"]["measured"] == (0 if cached else 6)
+        assert row["checks"]["cache_misses"]["measured"] == (0 if cached else 8)
 
 
 def test_sketches_keep_distances() -> None:

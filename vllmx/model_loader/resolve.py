@@ -8,11 +8,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from vllmx.config import ModelConfig, VllmConfig
+from vllmx.config import ModelConfig, ModelSource, VllmConfig
 from vllmx.exceptions import CheckpointError, ModelNotFoundError, UserError
 from vllmx.model_loader.fetch import cached_path, fetch, model_files
 from vllmx.model_loader.gguf_config import generation_config_from_gguf, hf_config_from_gguf
 from vllmx.model_loader.gguf_reader import MAGIC, GGUFReader
+from vllmx.model_loader.pt_file import pt_file
 from vllmx.models.hf_config import HFConfig, read_json
 from vllmx.plugins import load_general_plugins
 
@@ -80,13 +81,19 @@ def _find(vllm_config: VllmConfig) -> Path:
     name = config.name or config.source.packages[0].split("==")[0]
     cached = cached_path(name, config.source, load.download_dir)
     if cached is not None:
-        return cached
+        return _model_of(cached, config.source)
     if load.offline:
         raise ModelNotFoundError(
             f"Model {name!r} is not in the cache and load.offline is set; run `vllmx fetch {name}` "
             "where there is a network."
         )
-    return fetch(config.source, load.download_dir, load.use_tqdm_on_load, name=name)
+    found = fetch(config.source, load.download_dir, load.use_tqdm_on_load, name=name)
+    return _model_of(found, config.source)
+
+
+def _model_of(file: Path, source: ModelSource) -> Path:
+    """What is loaded of a fetched file: itself, or the folder where more lies beside it."""
+    return file.parent if source.beside else file
 
 
 def _not_there(model: str) -> str:
@@ -113,7 +120,7 @@ def _folder_config(folder: Path) -> HFConfig:
 
 def _check_load_format(vllm_config: VllmConfig, path: Path) -> None:
     wanted = vllm_config.load_config.load_format
-    found = "gguf" if path.is_file() else "safetensors"
+    found = "gguf" if path.is_file() else "pt" if pt_file(path) else "safetensors"
     if wanted not in ("auto", "dummy", found):
         raise UserError(f"load.load_format={wanted}, but {path} is of format {found}.")
 

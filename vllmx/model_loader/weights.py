@@ -14,6 +14,7 @@ from vllmx.config import VllmConfig
 from vllmx.exceptions import CheckpointError, UserError, WeightError
 from vllmx.model_loader.gguf_loader import GGUFTensor, iterate_gguf
 from vllmx.model_loader.gguf_reader import GGUFReader
+from vllmx.model_loader.pt_file import iterate_pt, pt_file
 from vllmx.model_loader.resolve import is_gguf
 from vllmx.model_loader.safetensors_loader import file_of, iterate_safetensors
 
@@ -33,6 +34,9 @@ def iterate_weights(vllm_config: VllmConfig) -> Iterator[tuple[str, torch.Tensor
         reader = vllm_config.model_config.hf_config.gguf or GGUFReader(path)
         weights = iterate_gguf(reader, vllm_config.model_config.hf_text_config)
         total = len(reader.tensors)
+    elif file := pt_file(path):
+        weights = iterate_pt(file)
+        total = None
     else:
         weights = iterate_safetensors(path)
         total = None
@@ -53,5 +57,6 @@ def with_file(error: CheckpointError, vllm_config: VllmConfig) -> CheckpointErro
     if str(path) in str(error):
         return error
     if not is_gguf(path):
-        path = file_of(path, error.weight if isinstance(error, WeightError) else None)
+        name = error.weight if isinstance(error, WeightError) else None
+        path = pt_file(path) or file_of(path, name)
     return CheckpointError(f"{path}: {error}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllmx.tiny.dense_configs import DENSE_FAMILIES
+from vllmx.tiny.head_sizes import HEAD_SIZES
 from vllmx.tiny.sparse import SPARSE_FAMILIES
 from vllmx.tiny.sparse_configs import MORE_SPARSE
 from vllmx.tiny.twins import TWIN_FAMILIES
@@ -122,12 +123,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     **TWIN_FAMILIES,
 }
 """Name -> what its config.json says beside SIZES, which a text_config takes where there is one."""
+HYBRIDS = ("tiny-qwen3_5", "tiny-qwen3_5_moe", "tiny-qwen3_next")
+"""Models that have a sister for goldens of bfloat16: checkpoint.py says what is different."""
+FAMILIES |= {f"{name}-bf16": FAMILIES[name] for name in HYBRIDS}
 
 
 def config_of(name: str) -> dict[str, Any]:
     """config.json of a tiny checkpoint; KeyError for a name that is none."""
-    family = FAMILIES[name]
+    family, own = FAMILIES[name], HEAD_SIZES.get(name, {})
     if "text_config" not in family:
-        said = {**SIZES, **family}
+        said = {**SIZES, **family, **own}
         return {key: value for key, value in said.items() if value is not None}
-    return {**family, "dtype": SIZES["dtype"], "text_config": {**SIZES, **family["text_config"]}}
+    text = {**SIZES, **family["text_config"], **own}
+    return {**family, "dtype": SIZES["dtype"], "text_config": text}
