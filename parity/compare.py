@@ -28,6 +28,10 @@ from .dtypes import Array, array, rounded, ulp
 from .evidence import headroom
 from .policy import Limits
 
+FEW_ELEMENTS = 16
+"""An output of fewer has no root mean square worth the name: that of one element of the golden is
+its luck. There the units of `rmse` and `row` are at least one in the last place (sum of 131 squares in
+float32, one number: the golden 0.6, sound sums in another order 0.1 to 1.6)."""
 GAIN_ELEMENTS = 2048
 GAIN_FLOOR = 2.0**-22
 """A bias that float32 arithmetic may have by itself, of two units in its last place."""
@@ -191,7 +195,8 @@ class Errors:
         off = np.maximum(np.abs(g - t), once)
         scale = np.sqrt((t * t).mean(axis=1))
         safe = np.where(scale > 0, scale, 1.0)
-        by_row = np.maximum(_row_rms(g - t), _row_rms(once))
+        least = ulp(t, dtype) if t.size < FEW_ELEMENTS else once
+        by_row = np.maximum(_row_rms(g - t), _row_rms(least))
         typical = max(float(np.median(by_row / safe)), floor.row)
         by_element = np.abs(g - t).max(axis=1, initial=0.0)
         worst = float(by_element.max(initial=0.0)) / max(float(scale.max(initial=0.0)), 1e-300)
@@ -201,7 +206,7 @@ class Errors:
             t,
             g,
             dtype,
-            rmse=max(_rms(g - t), _rms(once), floor.rmse * _rms(t)),
+            rmse=max(_rms(g - t), _rms(least), floor.rmse * _rms(t)),
             row=np.maximum(by_row, typical * scale),
             worst=np.maximum(ulp(t, dtype), in_row[:, None]),
             gain=float(((g - t) * t).sum()) / energy,

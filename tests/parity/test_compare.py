@@ -105,6 +105,11 @@ def expectations(module: ModuleType) -> list[str]:
     expect("minus zero", not bits(Array("f32", -zero.data), zero).ok)
     payload = Array("f32", np.array([0x7FC00001], np.uint32).view(np.float32))
     expect("NaN of another payload", bits(payload, Array("f32", np.float32([np.nan]))).ok)
+    few, many = np.full(1, 3.0), np.full(32, 3.0)
+    for numbers, units, holds in ((few, 2, True), (few, 3, False), (many, 2, False)):
+        off = array(numbers + units * ulp(numbers, "f32"), "f32")
+        told = module.compare_float(off, array(numbers, "f32"), numbers, LIMITS)
+        expect(f"{numbers.size} numbers, {units} units off", told.ok is holds)
     biased = array(TRUTH * (1 + 2e-3), "f32")
     expect(
         "true beside a biased golden",
@@ -145,6 +150,8 @@ MUTANTS = {
     "NaN never equal": (" | (np.isnan(x) & np.isnan(t))", ""),
     "ours and golden swapped": ("checks(mine, limits)", "checks(gold, limits)"),
     "no rmse": ('"rmse": Check(_rms(error)', '"rmse": Check(0 * _rms(error)'),
+    "few are as many": ("t.size < FEW_ELEMENTS", "t.size < 0"),
+    "many are as few": ("FEW_ELEMENTS = 16", "FEW_ELEMENTS = 1 << 20"),
     "no row": ('"row": Check(float(over_row', '"row": Check(0 * float(over_row'),
     "mean of rows": ("over_row.max(initial=0.0)", "over_row.mean()"),
     "no ulp": ('"ulp": Check(float(over_ulp', '"ulp": Check(0 * float(over_ulp'),
