@@ -30,8 +30,8 @@ from .policy import Limits
 
 FEW_ELEMENTS = 16
 """An output of fewer has no root mean square worth the name: that of one element of the golden is
-its luck. There the units of `rmse` and `row` are at least one in the last place (sum of 131 squares in
-float32, one number: the golden 0.6, sound sums in another order 0.1 to 1.6)."""
+its luck. There the units of `rmse` and `row` are at least one in the last place (the sum of 131
+squares in float32, one number: the golden is 0.6 off, torch's sum on another CPU 1.6)."""
 GAIN_ELEMENTS = 2048
 GAIN_FLOOR = 2.0**-22
 """A bias that float32 arithmetic may have by itself, of two units in its last place."""
