@@ -80,7 +80,11 @@ def compute(job: Job) -> Answer:
     os.environ.update(SETTINGS)
     if job.dtype == "float32" and gdn_reference.is_hybrid(Path(job.folder)):
         gdn_reference.patch()
-    return answer_of(job, dtype=job.dtype, enforce_eager=True)
+    states: dict[str, Any] = {}
+    if job.dtype == "bfloat16" and gdn_reference.is_hybrid(Path(job.folder)):
+        # What Qwen3.5's config says, and Qwen3-Next's has no word for.
+        states["mamba_ssm_cache_dtype"] = "float32"
+    return answer_of(job, dtype=job.dtype, enforce_eager=True, **states)
 
 
 def answer_of(job: Job, **options: Any) -> Answer:

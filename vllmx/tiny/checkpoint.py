@@ -69,7 +69,8 @@ def save(name: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     tensors = {key: weight(name, key, shape, less_one) for key, shape in shapes(config).items()}
-    if "num_experts" in text or sparse or name.endswith(QUIET) or text["model_type"] in LAYOUTS:
+    hybrid = "linear_num_key_heads" in text
+    if "num_experts" in text or sparse or hybrid or text["model_type"] in LAYOUTS:
         # A provider that rounds weights to half precision must send tokens to the same experts, and
         # a model is judged by what it computes, not by what its weights lose.
         tensors = {key: as_bfloat16(tensor) for key, tensor in tensors.items()}
