@@ -91,6 +91,9 @@ def compute(job: Job) -> Answer:
     if job.dtype == "float32" and gdn_reference.is_hybrid(Path(job.folder)):
         gdn_reference.patch()
     options = _options(config)
+    if job.dtype == "bfloat16" and gdn_reference.is_hybrid(Path(job.folder)):
+        # What Qwen3.5's config says, and Qwen3-Next's has no word for.
+        options["mamba_ssm_cache_dtype"] = "float32"
     return answer_of(job, stream=True, dtype=job.dtype, enforce_eager=True, **options)
 
 

@@ -196,16 +196,15 @@ DENSE = sorted(DENSE_FAMILIES)
 """Dense families. oracles/vllm_model.py says what upstream 0.25.0 has to be told of Apertus and of
 Olmo3 to compute them in float32."""
 SIX_STILL = {
-    *("tiny-mistral", "tiny-nemotron", "tiny-olmo", "tiny-olmo2", "tiny-opt", "tiny-persimmon"),
-    *("tiny-phi", "tiny-phi3", "tiny-qwen2", "tiny-seed_oss"),
     *("tiny-apertus", "tiny-exaone", "tiny-gpt_bigcode", "tiny-hyperclovax", "tiny-internlm3"),
     *("tiny-iquestcoder", "tiny-ministral3", "tiny-olmo3", "tiny-smollm3", "tiny-starcoder2"),
+    "tiny-phi",
 }
 """Dense models that are asked six prompts of 48 tokens until they are recorded anew."""
 SIX = {"prompt_lengths": (1, 5, 9, 16, 17, 33), "max_tokens": 48}
 SPARSE = TINY | {"top_k": 16}
-HYBRID = TINY | SIX | {"prompt_lengths": (1, 9, 25, 33, 49, 97)}
-"""Blocks of models with recurrent layers are longer: here of 48 tokens."""
+HYBRID = SPARSE | {"prompt_lengths": (1, 9, 25, 33, 49, 65, 81, 97)}
+"""Blocks of models with recurrent layers are longer: here of 32 or 48 tokens."""
 MODELS = {
     entry.name: entry
     for entry in (

@@ -292,6 +292,8 @@ def test_every_model_is_asked_positions_of_every_class(name: str) -> None:
     want, floor = load(MODELS[name])
     found = model_gate.classes(want, np.arange(len(want.next)))
     assert len(found["boundary"]) >= 40 and len(found["long"]) >= 11
+    if MODELS[name].dtype != "float32":
+        return
     got = model_gate.Ours(np.arange(len(want.next)), want.ids, want.val, want.next)
     # What the policy says of float32: two oracles move no margin by as much as its least tie.
     assert model_gate.tie_of(want, floor, got, LIMITS) == LIMITS.tie == 0.001

@@ -106,12 +106,15 @@ def test_the_bound_of_a_count_is_that_of_the_binomial() -> None:
 def test_goldens_have_enough_positions_and_their_two_lanes_agree(name: str) -> None:
     want, floor = model_golden.load(MODELS[name])
     assert len(want.next) >= POSITIONS
-    assert np.abs(floor.val - want.val).mean() < 1e-4
-    assert (floor.top != want.top).mean() < 0.005
+    base = floor.base or want
+    half = MODELS[name].dtype == "bfloat16"
+    assert half == (floor.base is not None)
+    assert np.abs(floor.val - base.val).mean() < (0.04 if half else 1e-4)
+    assert (floor.top != base.top).mean() < (0.05 if half else 0.005)
     assert want.facts["oracle"]["version"] == "0.25.0"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [n for n, e in MODELS.items() if e.dtype == "float32"])
 def test_sums_over_a_golden_are_not_those_of_float32(name: str) -> None:
     """What two oracles differ by, as a divergence, is a thousandth of what float32 makes of sums of
     probabilities: a gate that summed so called its own rounding a fault."""
@@ -197,6 +200,10 @@ def test_sketches_keep_distances() -> None:
 
 
 def test_a_change_of_the_model_changes_its_closure_and_not_that_of_another_family() -> None:
-    cells = {cell.entry.name: cell for cell in expected("model.tiny", "torch")}
+    cells = {
+        cell.entry.name: cell
+        for cell in expected("model.tiny", "torch")
+        if cell.entry.dtype == "float32"  # the others are of the same architectures
+    }
     shas = {name: closure_of(cell)["fine"] for name, cell in cells.items()}
-    assert len(set(shas.values())) == len(shas) == sum(entry.tiny for entry in MODELS.values())
+    assert len(set(shas.values())) == len(shas) == len(cells)

@@ -74,7 +74,8 @@ def save(name: str, folder: Path) -> None:
         said = json.dumps(GENERATION_CONFIGS[name], indent=2)
         (folder / "generation_config.json").write_text(said + "\n")
     tensors = {key: weight(name, key, shape, less_one) for key, shape in shapes(config).items()}
-    if "num_experts" in text or sparse or name.endswith(QUIET) or layout_of(config) is not None:
+    hybrid = "linear_num_key_heads" in text
+    if "num_experts" in text or sparse or hybrid or layout_of(config) is not None:
         # A provider that rounds weights to half precision must send tokens to the same experts, and
         # a model is judged by what it computes, not by what its weights lose.
         tensors = {key: as_bfloat16(tensor) for key, tensor in tensors.items()}
