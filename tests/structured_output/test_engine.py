@@ -154,7 +154,9 @@ def test_a_grammar_that_fails_to_compile_ends_its_request_alone(monkeypatch, cap
 
 def test_what_cannot_be_enforced_never_reaches_the_engine(monkeypatch) -> None:
     llm = engine(monkeypatch)
-    bad = SamplingParams(structured_outputs=StructuredOutputsParams(json={"contains": {}}))
+    bad = SamplingParams(
+        structured_outputs=StructuredOutputsParams(json={"contains": {"const": 1}})
+    )
     with pytest.raises(VLLMValidationError, match="contains"):
         generate(llm, bad)
     assert generate(llm, constrained("choice"))[0].finish_reason == "stop"

@@ -31,7 +31,7 @@ class BaseThinkingReasoningParser(ReasoningParser):
         if not tokenizer:
             raise ValueError(f"{name}: the model tokenizer must be passed to its constructor.")
         if not all(tokens):
-            raise ValueError(f"{name} must name both its start_token and its end_token.")
+            raise ValueError(f"{name}: start_token and end_token must be defined by the class.")
         missing = [token for token in tokens if token not in self.vocab]
         if missing:
             raise RuntimeError(

@@ -65,7 +65,7 @@ class TextMarkerReasoningParser(ReasoningParser):
         delta_token_ids: Sequence[int],
     ) -> DeltaMessage | None:
         """What may become a marker is kept until it is clear."""
-        if self._num_fed != len(previous_text):  # what was before is new to this parser
+        if self._num_fed != len(previous_text or ""):  # what was before is new to this parser
             self._start_over()
             self.feed(previous_text)
         reasoning, content = self.feed(delta_text)
