@@ -154,6 +154,8 @@ class EngineDouble:
         request_id: str,
         *,
         priority: int = 0,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as AsyncLLM yields them."""
         self.seen.append((prompt, sampling_params, request_id))

@@ -128,7 +128,11 @@ def test_a_backend_is_no_affair_of_a_request(letters_url: str) -> None:
             "structured_outputs",
             "have one each",
         ),
-        ({"structured_outputs": {"json": {"contains": {}}}}, "structured_outputs", "'contains'"),
+        (
+            {"structured_outputs": {"json": {"uniqueItems": True}}},
+            "structured_outputs",
+            "uniqueItems",
+        ),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs", "must be True"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "cannot be enforced"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "strings"),
