@@ -195,13 +195,6 @@ BREADTH = TINY | {"top_k": 10}
 DENSE = sorted(DENSE_FAMILIES)
 """Dense families. oracles/vllm_model.py says what upstream 0.25.0 has to be told of Apertus and of
 Olmo3 to compute them in float32."""
-SIX_STILL = {
-    *("tiny-apertus", "tiny-exaone", "tiny-gpt_bigcode", "tiny-hyperclovax", "tiny-internlm3"),
-    *("tiny-iquestcoder", "tiny-ministral3", "tiny-olmo3", "tiny-smollm3", "tiny-starcoder2"),
-    "tiny-phi",
-}
-"""Dense models that are asked six prompts of 48 tokens until they are recorded anew."""
-SIX = {"prompt_lengths": (1, 5, 9, 16, 17, 33), "max_tokens": 48}
 SPARSE = TINY | {"top_k": 16}
 HYBRID = SPARSE | {"prompt_lengths": (1, 9, 25, 33, 49, 65, 81, 97)}
 """Blocks of models with recurrent layers are longer: here of 32 or 48 tokens."""
@@ -215,7 +208,7 @@ MODELS = {
         ModelEntry("tiny-llama", **TINY),
         ModelEntry("tiny-qwen3", **TINY),
         ModelEntry("tiny-gemma3", **TINY),
-        *(ModelEntry(name, **BREADTH | (SIX if name in SIX_STILL else {})) for name in DENSE),
+        *(ModelEntry(name, **BREADTH) for name in DENSE),
         ModelEntry("tiny-qwen3_5", **HYBRID),
         ModelEntry("tiny-qwen3_5_moe", **HYBRID),
         ModelEntry("tiny-qwen3_next", **HYBRID),
@@ -225,7 +218,7 @@ MODELS = {
         ModelEntry("tiny-olmoe", **SPARSE),
         ModelEntry("tiny-qwen2_moe", **BREADTH),
         ModelEntry("tiny-granitemoe", **BREADTH),
-        *(ModelEntry(name, **BREADTH | SIX) for name in sorted(MORE_SPARSE | TWIN_FAMILIES)),
+        *(ModelEntry(name, **BREADTH) for name in sorted(MORE_SPARSE | TWIN_FAMILIES)),
     )
 }
 
