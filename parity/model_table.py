@@ -254,11 +254,11 @@ def modes_of(entry: ModelEntry, provider: str, device: str = "cpu") -> tuple[str
 def expected(
     select: str | None = None, provider: str | None = None, device: str = "cpu"
 ) -> Iterator[ModelCell]:
-    """Every cell of a device that `select` (prefixes of model.NAME or NAME, by comma) and
+    """Every cell of a device that `select` (prefixes of model.NAME/ or NAME/, by comma) and
     `provider` leave."""
     words = [word.strip() for word in select.split(",")] if select else [""]
     for entry in MODELS.values():
-        if not any(n.startswith(w) for n in (entry.feature, entry.name) for w in words):
+        if not any(f"{n}/".startswith(w) for n in (entry.feature, entry.name) for w in words):
             continue
         for name in PROVIDERS:
             if provider in (None, name):

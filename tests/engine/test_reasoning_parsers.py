@@ -6,8 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import tokenizers
-from front_helpers import byte_level_tokenizer
+from front_helpers import byte_level_tokenizer, piece_tokenizer
 
+from vllmx.config import StructuredOutputsConfig
+from vllmx.engine.front import set_reasoning_markers
+from vllmx.exceptions import UserError
 from vllmx.model_loader.tokenizer import Tokenizer
 from vllmx.reasoning import ReasoningParser, ReasoningParserManager
 
@@ -138,3 +141,15 @@ def test_the_end_token_may_come_before_its_text() -> None:
 def test_nemotron_may_be_asked_for_content_at_any_rate() -> None:
     request = SimpleNamespace(chat_template_kwargs={"force_nonempty_content": True})
     assert make("nemotron_v3", {}).extract_reasoning("why", request) == (None, "why")
+
+
+def test_a_parser_that_the_vocabulary_is_not_made_for_is_refused_by_name() -> None:
+    config = SimpleNamespace(
+        reasoning_config=None,
+        structured_outputs_config=StructuredOutputsConfig(reasoning_parser="qwen3"),
+        model_config=SimpleNamespace(model="letters"),
+    )
+    with pytest.raises(
+        UserError, match="--reasoning-parser qwen3 is not for letters: .*no <think>"
+    ):
+        set_reasoning_markers(config, piece_tokenizer("a", "b", "c"))

@@ -141,8 +141,13 @@ def test_sequences_are_those_that_the_table_asks_for(goldens) -> None:
     assert want.sequences[len(TINY.prompts()) :] == TINY.forced()
 
 
+def test_a_name_with_a_slash_is_that_of_one_model() -> None:
+    assert {cell.entry.name for cell in expected("model.tiny-qwen3/")} == {"tiny-qwen3"}
+    assert len({cell.entry.name for cell in expected("model.tiny-qwen3")}) > 1
+
+
 def test_a_damaged_or_missing_golden_is_invalid(tmp_path: Path) -> None:
-    (cell, *_) = expected("model.tiny-llama", "torch")
+    (cell, *_) = expected("model.tiny-llama/", "torch")
     (row,) = ModelLane(folder=tmp_path).rows([cell])
     assert row["verdict"] == "invalid" and "index" in row["reason"]
     with pytest.raises(GoldenError):
@@ -150,7 +155,7 @@ def test_a_damaged_or_missing_golden_is_invalid(tmp_path: Path) -> None:
 
 
 def test_replay_is_green_in_every_mode_and_red_with_a_layer_off_by_a_hundredth() -> None:
-    cells = list(expected("model.tiny-llama", "torch"))
+    cells = list(expected("model.tiny-llama/", "torch"))
     rows = list(ModelLane().rows(cells))
     assert [row["verdict"] for row in rows] == ["pass"] * 4, [row.get("reason") for row in rows]
     assert {row["mode"] for row in rows} == {"bs1", "batch", "chunked", "prefix"}

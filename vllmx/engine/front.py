@@ -13,6 +13,7 @@ from vllmx.engine import EngineCoreRequest
 from vllmx.engine.input_processor import InputProcessor
 from vllmx.engine.output_processor import OutputProcessor
 from vllmx.engine.parallel_sampling import ParentRequest
+from vllmx.exceptions import UserError
 from vllmx.model_loader.resolve import resolve_model
 from vllmx.model_loader.tokenizer import Tokenizer, get_tokenizer
 from vllmx.reasoning import get_reasoning_parser_cls
@@ -58,7 +59,14 @@ def set_reasoning_markers(vllm_config: VllmConfig, tokenizer: Tokenizer) -> None
     """Make the markers of reasoning tokens: those of the config, else the reasoning parser's."""
     reasoning, structured = vllm_config.reasoning_config, vllm_config.structured_outputs_config
     if reasoning is None and structured is not None and structured.reasoning_parser:
-        parser = get_reasoning_parser_cls(structured)(tokenizer)
+        try:
+            parser = get_reasoning_parser_cls(structured)(tokenizer)
+        except RuntimeError as error:
+            name, model = structured.reasoning_parser, vllm_config.model_config.model
+            raise UserError(
+                f"--reasoning-parser {name} is not for {model}: {error}. Leave it out, or name the "
+                "parser of this family of models."
+            ) from error
         if parser.reasoning_start_str and parser.reasoning_end_str:
             reasoning = ReasoningConfig(parser.reasoning_start_str, parser.reasoning_end_str)
             vllm_config.reasoning_config = reasoning
