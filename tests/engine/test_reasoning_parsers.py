@@ -150,6 +150,6 @@ def test_a_parser_that_the_vocabulary_is_not_made_for_is_refused_by_name() -> No
         model_config=SimpleNamespace(model="letters"),
     )
     with pytest.raises(
-        UserError, match="--reasoning-parser qwen3 is not for letters: .*no <think>"
+        UserError, match=r"--reasoning-parser qwen3 is not for letters: .*no <think>"
     ):
         set_reasoning_markers(config, piece_tokenizer("a", "b", "c"))
