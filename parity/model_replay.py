@@ -160,7 +160,7 @@ class ModelLane:
                 "floor": floor.sha256,
             },
             golden_sha=want.sha256,
-            teeth=_teeth(want, floor, limits, block_of(llm)),
+            teeth=teeth(want, floor, limits, block_of(llm)),
             proof=_proof(llm),
             seconds=round(time.monotonic() - started, 3),
             details=details,
@@ -202,7 +202,7 @@ def _proof(llm: Any) -> dict[str, Any]:
     return {"selected": provider_of(llm)}
 
 
-def _teeth(want: Scores, floor: Scores, limits: Any, block: int) -> dict[str, bool]:
+def teeth(want: Scores, floor: Scores, limits: Any, block: int) -> dict[str, bool]:
     """Whether the gate refuses plainly wrong copies of the golden: shifted, scaled, one in 200,
     and off by a little in one class of positions, which only the class's own rules can see."""
     import numpy as np
