@@ -64,6 +64,26 @@ class Side:
     aborted: Any  # RequestStatus.FINISHED_ABORTED
 
 
+def request_maker(request: Any, sampling_params: Any, hasher: Any) -> Callable[..., Any]:
+    """`Side.make_request` with the classes of either side; hasher: of a request's blocks."""
+
+    def make(name: str, prompt: list[int], row: dict[str, Any]) -> Any:
+        params = sampling_params(**row["sampling"])
+        params.update_from_generation_config({}, EOS_TOKEN_ID)
+        return request(
+            name,
+            prompt,
+            params,
+            None,
+            arrival_time=row["arrival"],
+            priority=row["priority"],
+            cache_salt=row["salt"],
+            block_hasher=hasher,
+        )
+
+    return make
+
+
 @dataclass
 class Player:
     """The engine loop around a scheduler, with a scripted model. `run` once."""

@@ -82,14 +82,6 @@ def _register_definitions() -> None:
         ORACLE.lane(op, "torch-on-gpu", "")(_there(fn))
 
 
-@functools.cache
-def _kernels() -> Any:
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
-    return torch.ops._C
-
-
 @kernel("fused_add_rms_norm", "torch.ops._C.fused_add_rms_norm")
 def fused_add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor, epsilon: float, variance_size: int | None
@@ -97,20 +89,20 @@ def fused_add_rms_norm(
     """The kernel of a norm after a residual, which writes both of its inputs."""
     if variance_size is not None or weight.dtype != x.dtype:
         raise ValueError("the kernel wants a weight of x's dtype and the whole variance")
-    _kernels().fused_add_rms_norm(x, x_residual, weight, epsilon)
+    vllm_ops._kernels().fused_add_rms_norm(x, x_residual, weight, epsilon)
     return {"out": x, "residual": x_residual}
 
 
 @kernel("silu_and_mul", "torch.ops._C.silu_and_mul")
 def silu_and_mul(x: Tensor) -> Tensors:
     """The kernel of the gated activation."""
-    return {"out": _half(_kernels().silu_and_mul, x)}
+    return {"out": _half(vllm_ops._kernels().silu_and_mul, x)}
 
 
 @kernel("gelu_and_mul", "torch.ops._C.gelu_and_mul, torch.ops._C.gelu_tanh_and_mul")
 def gelu_and_mul(x: Tensor, approximate: str) -> Tensors:
     """The kernels of both forms."""
-    kernels = _kernels()
+    kernels = vllm_ops._kernels()
     fn = kernels.gelu_tanh_and_mul if approximate == "tanh" else kernels.gelu_and_mul
     return {"out": _half(fn, x)}
 
@@ -128,7 +120,7 @@ def reshape_and_cache(
     """The kernel that writes FlashAttention's cache."""
     from vllm import _custom_ops
 
-    _kernels()
+    vllm_ops._kernels()
     scale = torch.ones(())
     args = (slot_mapping, "auto", scale, scale)
     _custom_ops.reshape_and_cache_flash(key, value, key_cache, value_cache, *args)

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-from oracles.schedule_driver import EOS_TOKEN_ID, FORMAT, Player, Side, pack
+from oracles.schedule_driver import EOS_TOKEN_ID, FORMAT, Player, Side, pack, request_maker
 from oracles.vllm_pin import VERSION, upstream
 
 HASH_FUNCTION = "sha256_cbor"
@@ -163,19 +163,7 @@ class Upstream:
 
         hasher = get_request_block_hasher(spec["config"]["block_size"], self.hash_function)
 
-        def make_request(name: str, prompt: list[int], row: dict[str, Any]) -> Any:
-            params = SamplingParams(**row["sampling"])
-            params.update_from_generation_config({}, EOS_TOKEN_ID)
-            return Request(
-                name,
-                prompt,
-                params,
-                None,
-                arrival_time=row["arrival"],
-                priority=row["priority"],
-                cache_salt=row["salt"],
-                block_hasher=hasher,
-            )
+        make_request = request_maker(Request, SamplingParams, hasher)
 
         def make_output(names: list[str], sampled: list[list[int]]) -> Any:
             return ModelRunnerOutput(

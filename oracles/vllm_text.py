@@ -221,7 +221,7 @@ def block_hash(spec: Case, model: Model | None) -> dict[str, Any]:
         utils.init_none_hash(function)
         none = utils.NONE_HASH
         if "tokens" in case:
-            keys = None if case["extra_keys"] is None else _tuples(case["extra_keys"])
+            keys = None if case["extra_keys"] is None else tuples(case["extra_keys"])
             block = utils.hash_block_tokens(function, None, case["tokens"], keys)
             follower = utils.hash_block_tokens(function, block, case["tokens"], keys)
             return {"none": none.hex(), "blocks": [block.hex(), follower.hex()]}
@@ -262,8 +262,9 @@ def block_hash(spec: Case, model: Model | None) -> dict[str, Any]:
             os.environ["PYTHONHASHSEED"] = before
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
+def tuples(value: Any) -> Any:
+    """Lists, which JSON made of tuples, as tuples again, at any depth."""
+    return tuple(tuples(v) for v in value) if isinstance(value, list) else value
 
 
 KINDS: dict[str, Callable[[Case, Any], dict[str, Any]]] = {

@@ -19,9 +19,10 @@ from typing import Any
 from vllmx.config import RunConfig
 
 from .compare import Floor, floor_of, worst_of
+from .digests import canonical
 from .dtypes import Array
 from .golden import OPS as FOLDER
-from .golden import GoldenError, canonical
+from .golden import GoldenError
 from .truths import truth_of
 
 FLOORS = "floors.json"

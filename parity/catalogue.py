@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from . import closure as closures
 from . import golden as golden_files
 from . import policy
+from .digests import file_sha
 from .features import CANARY
 from .golden import GoldenError
 from .mutate import CATALOGUE, Mutant, catalogue, closure_of
@@ -134,7 +134,7 @@ class Listed:
         found |= dict(self._text_goldens())
         for path in sorted((self.folder / "schedule").glob("*")):
             name = f"schedule/{path.name.removesuffix(TRACE)}"
-            found[name] = Golden(_sha(path), self._trace_problem(path))
+            found[name] = Golden(file_sha(path), self._trace_problem(path))
         return found
 
     def _op_goldens(self, kind: str) -> Iterator[tuple[str, Golden]]:
@@ -150,7 +150,7 @@ class Listed:
             return
         for name in golden_files.files(folder):
             path = folder / name
-            sha = _sha(path)
+            sha = file_sha(path)
             problem = _problem(path, sha, index.get(name))
             yield f"{kind}/{name}", Golden(sha, problem, floors.known(name, sha), floors.sha(name))
         for name in golden_files.strays(folder, self.expected_op_goldens()):
@@ -171,10 +171,10 @@ class Listed:
         floors = {entry.name: entry.lanes[1] for entry in MODELS.values()}
         for name in golden_files.files(folder):
             path = folder / name
-            sha = _sha(path)
+            sha = file_sha(path)
             other = path.with_name(f"{floors.get(path.parent.name, '')}.safetensors")
             problem = _problem(path, sha, index.get(name))
-            noise = _sha(other) if other.is_file() else ""
+            noise = file_sha(other) if other.is_file() else ""
             yield f"models/{name}", Golden(sha, problem, bool(noise), noise)
         for name in golden_files.strays(folder, wanted):
             yield f"models/{name}", Golden("", "no model expects this file")
@@ -187,7 +187,7 @@ class Listed:
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = path.relative_to(folder).as_posix()
             if name not in known:
-                yield f"text/{name}", Golden(_sha(path), problem(name, folder))
+                yield f"text/{name}", Golden(file_sha(path), problem(name, folder))
 
     def expected_op_goldens(self) -> set[str]:
         """The goldens that the cases of the ops ask for, relative to goldens/ops."""
@@ -294,7 +294,7 @@ class Listed:
             found["schedule"] = closures.closure(SCHEDULE_CODE, root=self.root)
         if (self.root / CANARY_CODE).is_file():
             # Not what it calls: a change there must not hide that it is red.
-            sha = _sha(self.root / CANARY_CODE)
+            sha = file_sha(self.root / CANARY_CODE)
             found["canary"] = {"fine": sha, "coarse": sha}
         return found
 
@@ -308,7 +308,3 @@ def _problem(path: Path, sha: str, indexed: str | None) -> str:
     if indexed is None:
         return "the index does not know it"
     return "" if sha == indexed else "not the file that the index knows"
-
-
-def _sha(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from . import evidence_index, source_stamp
+from .digests import canonical
 from .libraries import NAMES
 from .source_stamp import OUTPUTS
 
@@ -79,12 +80,6 @@ Row = dict[str, Any]
 
 class EvidenceError(ValueError):
     """A row or a file of evidence that can't be believed."""
-
-
-def canonical(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces; NaN and infinities are refused."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return text.encode()
 
 
 def row_id(row: Row) -> str:

@@ -10,9 +10,10 @@ no commit may have removed or changed a file of evidence.
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 from pathlib import Path
+
+from .digests import file_sha
 
 INDEX = "index.txt"
 PATTERN = "parity/evidence/*.jsonl"
@@ -39,7 +40,7 @@ def enter(folder: Path) -> None:
     known = listed(folder)
     new = [path for path in sorted(folder.glob("*.jsonl")) if path.name not in known]
     with (folder / INDEX).open("a", encoding="utf-8") as file:
-        file.writelines(f"{path.name} {_sha(path)}\n" for path in new)
+        file.writelines(f"{path.name} {file_sha(path)}\n" for path in new)
 
 
 def check(folder: Path) -> None:
@@ -51,7 +52,7 @@ def check(folder: Path) -> None:
                 f"{name} is listed in {INDEX} and gone; evidence is never deleted: "
                 f"`git log -- parity/evidence/{name}` shows when, `git checkout` brings it back"
             )
-        if _sha(path) != sha:
+        if file_sha(path) != sha:
             raise ListError(f"{name} is not the file that {INDEX} lists")
 
 
@@ -82,7 +83,3 @@ def removed(root: Path) -> list[str]:
         else:
             commit = line
     return list(dict.fromkeys(found))
-
-
-def _sha(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -51,8 +51,8 @@ def explain(row: FeatureStatus) -> str:
     if row.headrooms:
         smallest, median = row.headrooms
         lines.append(f"  limit / measured: at least {smallest:.2f}, median {median:.2f}")
-    if data["mutants"]:
-        lines.append(f"  planted faults caught: {data['mutants']}")
+    if planted := data["mutants"]:
+        lines.append(f"  planted faults found: {planted['killed']} of {planted['required']}")
     ordered = sorted(row.cells, key=lambda cell: -RANK[cell.status])
     seen: dict[str, int] = {}
     for cell in ordered:

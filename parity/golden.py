@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .digests import canonical
 from .dtypes import Array, from_bytes
 
 SCHEMA = 1
@@ -72,12 +73,6 @@ class Golden:
         """sha256 of each input by name."""
         tensors = self.facts["tensors"].items()
         return {k.removeprefix("in."): v["sha256"] for k, v in tensors if k.startswith("in.")}
-
-
-def canonical(value: Any) -> bytes:
-    """JSON with sorted keys, no spaces and no NaN."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return text.encode()
 
 
 def describe(tensor: Array, stored: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from safetensors import safe_open
 
-from . import golden
+from . import golden, policy
 from .checkpoints import oracle_folder, weights_file
 from .dtypes import Array, array
 from .golden import GoldenError
@@ -190,6 +190,7 @@ def _goldens(
             raise GoldenError(f"{entry.name}: {lane} scored other ids than it was asked")
         kept = {name: second[name] for name in ("lp.val", "lp.next", "lp.top", "stream")}
         found[lane] = pack_answer(entry, lane, kept, told)
+    _check_teeth(entry, found)
     return found
 
 
@@ -201,6 +202,18 @@ def _check(entry: ModelEntry, answer: dict[str, np.ndarray]) -> None:
         raise GoldenError(f"{entry.name}: the oracle's answer is not finite")
     if len(np.unique(answer["lp.top"])) < 8:
         raise GoldenError(f"{entry.name}: degenerate, nearly every position predicts the same")
+
+
+def _check_teeth(entry: ModelEntry, recorded: dict[str, bytes]) -> None:
+    """GoldenError where the gate lets a wrong copy of the golden pass, with these floors."""
+    from .model_gate import BLOCK
+    from .model_replay import teeth
+
+    want, floor = _compared(entry, {lane: golden.unpack(recorded[lane]) for lane in entry.lanes})
+    found = teeth(want, floor, policy.load().models["torch"], BLOCK)
+    if missed := sorted(name for name, caught in found.items() if not caught):
+        told = ", ".join(missed)
+        raise GoldenError(f"{entry.name}: degenerate, the gate lets these copies pass: {told}")
 
 
 def pack_answer(
@@ -238,10 +251,7 @@ def load(entry: ModelEntry, folder: Path = golden.MODELS) -> tuple[Scores, Score
         facts = read[lane].facts
         if (facts["feature"], facts["case"]) != (entry.feature, lane):
             raise GoldenError(f"{name} is of {facts['feature']} {facts['case']}")
-    first, second, *third = (read[lane] for lane in entry.lanes)
-    want, floor = _scores(first, {}), _scores(second, first.tensors)
-    if third:
-        floor = replace(floor, base=_scores(third[0], first.tensors))
+    want, floor = _compared(entry, read)
     prompts, forced = entry.prompts(), entry.forced()
     lengths = [len(prompt) + entry.max_tokens for prompt in prompts]
     sequences = want.sequences
@@ -252,6 +262,14 @@ def load(entry: ModelEntry, folder: Path = golden.MODELS) -> tuple[Scores, Score
         or sequences[len(prompts) :] != forced
     ):
         raise GoldenError(f"{entry.name}: the golden is of other sequences; record it anew")
+    return want, floor
+
+
+def _compared(entry: ModelEntry, read: Mapping[str, golden.Golden]) -> tuple[Scores, Scores]:
+    first, second, *third = (read[lane] for lane in entry.lanes)
+    want, floor = _scores(first, {}), _scores(second, first.tensors)
+    if third:
+        floor = replace(floor, base=_scores(third[0], first.tensors))
     return want, floor
 
 

@@ -20,7 +20,7 @@ from .golden import GoldenError
 from .model_gate import classes, farthest, judge, stream_errors, tie_of
 from .model_golden import Scores, load, weights_sha
 from .model_table import MODELS, ModelCell, ModelEntry
-from .op_replay import C_SOURCES, device_facts
+from .op_replay import C_SOURCES, device_facts, sources
 from .oracle_process import OracleBlocked
 
 CODE = (
@@ -65,12 +65,7 @@ def _closure(model: str) -> dict[str, str]:
         found = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         files += [p.relative_to(root).as_posix() for p in found if p.name != "__init__.py"]
     symbols = [model, *files, *JUDGES]
-    return closure.closure(symbols, closure.beside(C_SOURCES), sources=_sources())
-
-
-@functools.cache
-def _sources() -> closure.Sources:
-    return closure.Sources(closure.ROOT)
+    return closure.closure(symbols, closure.beside(C_SOURCES), sources=sources())
 
 
 def limits_name(cell: ModelCell) -> str:
@@ -165,7 +160,7 @@ class ModelLane:
                 "floor": floor.sha256,
             },
             golden_sha=want.sha256,
-            teeth=_teeth(want, floor, limits, block_of(llm)),
+            teeth=teeth(want, floor, limits, block_of(llm)),
             proof=_proof(llm),
             seconds=round(time.monotonic() - started, 3),
             details=details,
@@ -207,7 +202,7 @@ def _proof(llm: Any) -> dict[str, Any]:
     return {"selected": provider_of(llm)}
 
 
-def _teeth(want: Scores, floor: Scores, limits: Any, block: int) -> dict[str, bool]:
+def teeth(want: Scores, floor: Scores, limits: Any, block: int) -> dict[str, bool]:
     """Whether the gate refuses plainly wrong copies of the golden: shifted, scaled, one in 200,
     and off by a little in one class of positions, which only the class's own rules can see."""
     import numpy as np

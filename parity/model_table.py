@@ -34,9 +34,8 @@ LANES = {
     "hf-cpu-bf16": Lane("hf_model", "bfloat16"),
 }
 FLOAT32 = ("vllm-cpu-f32", "hf-cpu-f32")
-"""Lanes of a model: the golden, then the one whose distance from it is the floor."""
-BFLOAT16 = ("vllm-cpu-bf16", "hf-cpu-bf16", "hf-cpu-f32")  # upstream as it is, GDN kernels and all
-"""With a third lane the floor is the distance of the second from that: what bfloat16 costs."""
+"""Lanes of a model: the golden, then the one whose distance from it is the floor. With a third lane
+the floor is the distance of the second from that: what bfloat16 costs."""
 GOLDEN_LANE, FLOOR_LANE = FLOAT32
 TOP_K = 32
 SKETCH_TOKENS = 8

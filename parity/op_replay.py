@@ -256,14 +256,15 @@ def _symbols(op: str, provider: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def _sources() -> closure.Sources:
+def sources() -> closure.Sources:
+    """The files of this checkout, which closures of all cells share."""
     return closure.Sources(closure.ROOT)
 
 
 @functools.cache
 def _closure(op: str, provider: str) -> dict[str, str]:
     extra = closure.beside(C_SOURCES if provider == "native" else ())
-    return closure.closure(_symbols(op, provider), extra, sources=_sources())
+    return closure.closure(_symbols(op, provider), extra, sources=sources())
 
 
 def closure_of(cell: OpCell) -> dict[str, str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from oracles.schedule_driver import EOS_TOKEN_ID, Player, Side, unpack
+from oracles.schedule_driver import Player, Side, request_maker, unpack
 from parity.schedule_traces import MAMBA_ALIGN, specs
 from vllmx.config import VllmConfig
 from vllmx.core import block_hash
@@ -103,19 +103,7 @@ def make_side(spec: dict[str, Any]) -> Side:
         spec["config"]["block_size"], block_hash.sha256_cbor
     )
 
-    def make_request(name: str, prompt: list[int], row: dict[str, Any]) -> Request:
-        params = SamplingParams(**row["sampling"])
-        params.update_from_generation_config({}, EOS_TOKEN_ID)
-        return Request(
-            name,
-            prompt,
-            params,
-            None,
-            arrival_time=row["arrival"],
-            priority=row["priority"],
-            cache_salt=row["salt"],
-            block_hasher=hasher,
-        )
+    make_request = request_maker(Request, SamplingParams, hasher)
 
     def make_output(names: list[str], sampled: list[list[int]]) -> ModelRunnerOutput:
         index = {name: number for number, name in enumerate(names)}

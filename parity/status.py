@@ -337,6 +337,10 @@ def judge(
     expected = Expected(closure, golden_sha, limits, floor_sha, versions, cell.libraries)
     current = [row for row in rows if not expected.cause(row)]
     steps.append(f"{len(rows)} rows of evidence, {len(current)} of them of what is here now")
+    if cell.kind == "canary":
+        # That it was found once says nothing of a comparison that lets it through today.
+        current = current[-1:]
+        steps.append("of a planted fault the newest decides, clean or not")
 
     bad = [row for row in current if row["verdict"] in BAD]
     bad = [row for row in bad if not superseded(row, current, closure)]

@@ -36,20 +36,6 @@ def evidence_table(folder: Path = evidence.EVIDENCE) -> pandas.DataFrame:
     return table
 
 
-def checks_table(folder: Path = evidence.EVIDENCE) -> pandas.DataFrame:
-    """A line a check: the cell, the check, measured, limit, headroom."""
-    import pandas
-
-    names = ("feature", "case", "provider", "mode", "verdict", "ts")
-    return pandas.DataFrame(
-        [
-            {**{name: row[name] for name in names}, "check": check, **figures}
-            for row in evidence.load(folder)
-            for check, figures in row["checks"].items()
-        ]
-    )
-
-
 def ledger_table(checkout: Checkout | None = None) -> pandas.DataFrame:
     """A line a feature, as of the newest evidence; `cells.GREEN` and so on count its cells."""
     import pandas

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from oracles.vllm_text import tuples
 from vllmx.core import block_hash as hashes
 from vllmx.engine import EngineCoreRequest
 from vllmx.engine.detokenizer import IncrementalDetokenizer
@@ -129,14 +130,10 @@ def block_hash(spec: Spec) -> Iterator[tuple[str, Answers]]:
 
 
 def _single(case: Answers, function: Callable[[Any], bytes]) -> Answers:
-    keys = None if case["extra_keys"] is None else _tuples(case["extra_keys"])
+    keys = None if case["extra_keys"] is None else tuples(case["extra_keys"])
     block = hashes.hash_block_tokens(function, None, case["tokens"], keys)
     follower = hashes.hash_block_tokens(function, block, case["tokens"], keys)
     return {"blocks": [block.hex(), follower.hex()]}
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(v) for v in value) if isinstance(value, list) else value
 
 
 def _request(case: Answers, function: Callable[[Any], bytes]) -> Answers:

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from .compare import compare_exact, golden_fault
+from .digests import canonical
 from .dtypes import Array, array
-from .golden import GoldenError, canonical
+from .golden import GoldenError
 from .oracle_process import Answer, Question, ask
 
 ORACLE = "truth64"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkout in small: two features, one op of two cases, one named test, and the canary."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from parity import calibrate, checkout, closure, evidence, golden, policy
+from parity import calibrate, canary, checkout, closure, evidence, golden, policy
 from parity.catalogue import Listed
 from parity.checkout import Checkout
 from parity.collect import canary_row
@@ -28,6 +29,8 @@ FILES = {
 }
 CASES = ("plain", "wide")
 FACTS = {"machine": "toy", "python": "3", "torch": "", "numpy": "", "git": "0" * 40, "dirty": False}
+LOOK = functools.cache(canary.look)
+"""The planted faults are looked at once; tests/parity/test_canary.py looks again."""
 
 
 class Toy(Listed):
@@ -74,6 +77,7 @@ def build(root: Path, monkeypatch) -> Path:
     monkeypatch.setattr(checkout, "ROOT", root)
     monkeypatch.setattr(checkout, "Listed", Toy)
     monkeypatch.setattr(evidence, "run_facts", lambda root=root: dict(FACTS))
+    monkeypatch.setattr(canary, "look", LOOK)
     show(root)
     return root
 

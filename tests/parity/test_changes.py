@@ -92,7 +92,7 @@ def edited(tmp_path, monkeypatch):
     sources = closure.Sources(copy)
 
     def take() -> None:
-        monkeypatch.setattr(op_replay, "_sources", lambda: sources)
+        monkeypatch.setattr(op_replay, "sources", lambda: sources)
         op_replay._closure.cache_clear()
 
     yield take

@@ -15,6 +15,8 @@ from parity.behaviour import Closures
 from parity.cells import ours
 from parity.checkout import ROOT, Checkout
 from parity.collect import exit_code, run_tests, upstream_rows
+from parity.model_table import MODELS
+from parity.mutate import catalogue
 from parity.op_table import OPS
 from parity.results import Result, matches, read_jsonl, read_junit, read_upstream, summarise
 from parity.schedule_traces import KINDS
@@ -346,6 +348,7 @@ def test_a_torn_inventory_is_named(root, text, words):
 
 
 DECLARED = [feature for feature in features.load() if feature.ours]
+FILES = {feature.id: ours(feature, ROOT)[0] for feature in DECLARED}
 
 
 def test_every_row_of_the_inventory_comes_once_and_the_canary_last():
@@ -363,6 +366,39 @@ def test_every_file_of_the_engine_and_every_test_of_it_is_named_by_a_feature(pac
     tests = {s.partition("::")[0] for feature in DECLARED for s in feature.needs.get("tests", ())}
     for path in (ROOT / "tests" / package).glob("test_*.py"):
         assert str(path.relative_to(ROOT)) in tests, path
+
+
+def test_every_test_of_the_harness_is_evidence_of_a_feature():
+    asked = {s for feature in DECLARED for s in feature.needs.get("tests", ())}
+    for path in (ROOT / "tests" / "parity").glob("test_*.py"):
+        assert str(path.relative_to(ROOT)) in asked, path
+
+
+def test_every_model_that_has_goldens_is_asked_for_by_a_feature():
+    """Else nothing turns red with it."""
+    asked = {name for feature in DECLARED for name in feature.needs.get("models", ())}
+    assert asked == set(MODELS)
+
+
+def asks(feature, by):
+    """Whether a feature needs the evidence that finds a fault; by: as in mutants.yaml."""
+    kind, _, rest = by.partition(" ")
+    if kind == "replay":
+        wanted = {OPS[name].feature for name in feature.needs.get("ops", ())}
+        wanted |= {f"model.{name}" for name in feature.needs.get("models", ())}
+        return rest.split()[0] in wanted
+    if kind == "schedule":
+        return "schedule" in feature.needs
+    return any(matches(selector, by) for selector in feature.needs.get("tests", ()))
+
+
+@pytest.mark.parametrize("mutant", [m for m in catalogue() if not m.honest], ids=lambda m: m.name)
+def test_every_planted_fault_counts_for_a_feature_that_needs_what_finds_it(mutant):
+    """Else the fault may live, or its detector go, and no row tells."""
+    owners = [feature for feature in DECLARED if mutant.file in FILES[feature.id]]
+    assert owners, f"no feature has {mutant.file}"
+    told = ", ".join(feature.id for feature in owners)
+    assert any(asks(feature, mutant.by) for feature in owners), f"{told} don't need {mutant.by}"
 
 
 @pytest.mark.parametrize("feature", DECLARED, ids=lambda feature: feature.id)

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from parity import golden, inputs
+from parity.digests import canonical
 from parity.dtypes import Array, array, rounded, ulp
 from parity.golden import GoldenError
 
@@ -40,7 +41,7 @@ def rebuilt(facts: dict, tensors: dict) -> bytes:
     import hashlib
 
     body = {key: value for key, value in facts.items() if key != "sha256"}
-    body["sha256"] = hashlib.sha256(golden.canonical(body)).hexdigest()
+    body["sha256"] = hashlib.sha256(canonical(body)).hexdigest()
     return golden.pack_tensors(tensors, body)
 
 

@@ -207,15 +207,22 @@ def test_a_ledger_that_can_not_be_believed_says_so_and_exits_2(root, plant, word
     assert "INVALID" in (root / "reports" / "parity.html").read_text()
 
 
-def test_a_green_canary_makes_everything_invalid(root):
-    forget(root)
-    show(root)
+@pytest.mark.parametrize("dirty", [False, True])
+def test_a_canary_that_is_found_no_more_makes_everything_invalid(root, dirty, capsys):
     rows = evidence.load(root / "parity" / "evidence")
-    forget(root)
-    (canary,) = [row for row in rows if row["feature"] == "suite.canary"]
-    plain = {k: v for k, v in canary.items() if k not in ("id", "reason")}
-    evidence.append([evidence.make_row(**{**plain, "verdict": "pass"})], root / "parity/evidence")
-    assert call(ledger) == call(report) == 2
+    (old,) = [row for row in rows if row["feature"] == "suite.canary"]
+    plain = {k: v for k, v in old.items() if k not in ("id", "reason")}
+    for fields, code in (
+        ({"verdict": "pass", "ts": "2099-01-01T00:00:00Z"}, 2),
+        ({"verdict": "skip", "reason": "no golden", "ts": "2099-01-01T00:00:01Z"}, 2),
+        ({"verdict": "fail", "reason": "found", "ts": "2099-01-01T00:00:02Z"}, 0),
+    ):
+        run = {**plain["run"], "dirty": dirty}
+        row = evidence.make_row(**{**plain, "run": run, **fields})
+        evidence.append([row], root / "parity" / "evidence")
+        assert call(ledger, check=True) == call(report, check=True) != 0
+        assert call(ledger) == call(report) == code
+        assert ("the canary is" in capsys.readouterr().err) == (code == 2)
 
 
 def test_changed_evidence_is_refused(root):

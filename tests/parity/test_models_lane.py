@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oracles import sketch
-from parity import model_golden, policy
+from parity import golden, model_golden, policy
 from parity.golden import GoldenError
 from parity.model_engine import build, decoded, model_of, scored
 from parity.model_gate import Ours, binomial_bound, judge
@@ -192,6 +192,33 @@ def test_a_cache_that_is_never_hit_fails_the_prefix_mode(goldens) -> None:
         llm.shutdown()
         assert row["verdict"] == verdict, row.get("reason")
         assert row["checks"]["cache_misses"]["measured"] == (0 if cached else 8)
+
+
+def answers():
+    """What both oracles once said of the tiny Llama: tensors, and what computed them, by lane."""
+    told = {}
+    for lane in TINY.lanes:
+        found = golden.read(golden.MODELS / TINY.golden(lane))
+        kept = {name: value.data.copy() for name, value in found.tensors.items()}
+        told[lane] = (kept, found.facts["oracle"])
+    first, second = (told[lane] for lane in TINY.lanes)
+    second[0]["lp.ids"] = first[0]["lp.ids"]
+    return first, {TINY.lanes[1]: second}
+
+
+def test_the_same_answers_are_the_same_bytes():
+    recorded = model_golden._goldens(TINY, *answers())
+    for lane, data in recorded.items():
+        assert data == (golden.MODELS / TINY.golden(lane)).read_bytes()
+
+
+def test_an_answer_by_which_wrong_copies_would_pass_is_no_golden():
+    first, others = answers()
+    (second,) = others.values()
+    second[0]["lp.val"] = second[0]["lp.val"] - np.float32(3)  # a floor that excuses nearly all
+    second[0]["lp.next"] = second[0]["lp.next"] - np.float32(3)
+    with pytest.raises(GoldenError, match=r"the gate lets these copies pass: rare"):
+        model_golden._goldens(TINY, first, others)
 
 
 def test_sketches_keep_distances() -> None:

@@ -13,6 +13,7 @@ from op_faults import FAULTS, rms
 
 from parity import golden, op_cells, op_replay, replay, truths
 from parity import sampler_calls as calls
+from parity.digests import canonical
 from parity.dtypes import Array
 from parity.op_cells import OpCell, expected
 from parity.op_replay import Lane
@@ -209,7 +210,7 @@ def _damaged(folder, what):
         golden.write_index(folder)
     elif what == "not indexed":
         index = golden.read_index(folder) | {CELL.golden: "0" * 64}
-        (folder / golden.INDEX).write_text(golden.canonical({"goldens": index}).decode())
+        (folder / golden.INDEX).write_text(canonical({"goldens": index}).decode())
     elif what == "no index":
         (folder / golden.INDEX).unlink()
     elif what == "floors damaged":

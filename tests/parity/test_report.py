@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from toy_checkout import build, show, write
 
-from parity import evidence, mutate, report, report_data, report_md, svg
+from parity import evidence, explain, mutate, report, report_data, report_md, svg
 from parity.checkout import Checkout
 from parity.golden import GOLDENS
 from parity.report_html import COLOURS, SECTIONS
@@ -188,6 +188,14 @@ def planted(root, verdicts, **changes):
             facts |= {"reason": "got past"} if facts["verdict"] != "pass" else {}
             made.append(evidence.make_row(**facts))
     evidence.append(made, root / "parity" / "evidence")
+
+
+def test_explain_tells_how_many_planted_faults_were_found(root, capsys):
+    planted(root, {"M0": "pass", "M1": "fail"})
+    config = RunConfig()
+    config.parity.select = "op.toy"
+    explain.run(config)
+    assert "planted faults found: 1 of 4\n" in capsys.readouterr().out
 
 
 def test_models_show_their_error_by_layer(root):

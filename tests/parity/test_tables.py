@@ -5,7 +5,7 @@ import pytest
 from toy_checkout import build
 
 from parity.checkout import Checkout
-from parity.tables import checks_table, evidence_table, ledger_table
+from parity.tables import evidence_table, ledger_table
 
 
 @pytest.fixture
@@ -14,14 +14,12 @@ def root(tmp_path, monkeypatch):
     return build(tmp_path, monkeypatch)
 
 
-def test_a_line_a_row_a_check_and_a_feature(root):
+def test_a_line_a_row_and_a_feature(root):
     folder = root / "parity" / "evidence"
     rows = evidence_table(folder)
     assert len(rows) == 4 and set(rows.verdict) == {"pass", "fail"}
     assert rows[rows.feature == "op.toy"].headroom.tolist() == [2.0, 2.0]
     assert (rows["run.machine"] == "toy").all() and rows.ts.dt.year.min() > 2020
-    checks = checks_table(folder)
-    assert checks.groupby("feature").size().to_dict() == {"op.toy": 2, "engine.toy": 1}
     ledger = ledger_table(Checkout(root))
     assert ledger.status.to_dict()["op.toy"] == "GREEN"
     assert ledger.loc["op.toy", "cells.GREEN"] == 2

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from parity import budget, golden, replay, text_replay
+from parity.digests import canonical
 from parity.oracle_process import OracleBlocked
 from parity.text_cases import TEXTS, VOCABULARY, specs
 from parity.text_replay import TextLane, differences, golden_name
@@ -243,11 +244,11 @@ def _damage(what: str, path: Path) -> None:
         "a changed byte": data[:at]
         + (b"0" if data[at : at + 1] != b"0" else b"1")
         + data[at + 1 :],
-        "an edited answer": golden.canonical(_edited(facts)) + b"\n",
+        "an edited answer": canonical(_edited(facts)) + b"\n",
         "an edited answer with its hash": golden.pack_json(_edited(facts)),
         "another layout": json.dumps(facts, indent=1, sort_keys=True).encode(),
         "no golden": b"[]",
-        "provenance lost": golden.canonical({**facts, "oracle": {}}),
+        "provenance lost": canonical({**facts, "oracle": {}}),
     }
     path.write_bytes(damaged[what])
 
@@ -301,7 +302,7 @@ def test_a_model_that_is_not_here_blocks(monkeypatch):
     def absent(entry):
         raise OracleBlocked(f"{entry.name} is not here; run `vllmx fetch {entry.name}`")
 
-    monkeypatch.setattr("parity.model_golden.gguf_file", absent)
+    monkeypatch.setattr("parity.model_golden.weights_file", absent)
     rows = replay.replay_texts("text.tokenizer/")
     assert {row["verdict"] for row in rows} == {"skip"} and replay.exit_code(rows) == 3
     assert "vllmx fetch" in rows[0]["reason"]
