@@ -48,6 +48,19 @@ class Closures:
         """Every file that the closure of `files` has a hash of."""
         return sorted({path for name in self._own(files) for path in self.reachable(name)})
 
+    def judges(self, file: str) -> list[str]:
+        """`file`, its helpers, and what they import of our packages but vllmx, directly or not."""
+        found: set[str] = set()
+        queue = [file, *self.helpers(file)]
+        while queue:
+            name = queue.pop()
+            if name in found or name.startswith("vllmx/"):
+                continue
+            found.add(name)
+            if name.endswith(".py"):
+                queue += [path for dotted in self.imports(name) for path in self._files(dotted)]
+        return sorted(found)
+
     def _own(self, files: Iterable[str]) -> list[str]:
         return sorted({name for file in files for name in (file, *self.helpers(file))})
 

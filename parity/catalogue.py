@@ -14,6 +14,7 @@ from . import golden as golden_files
 from . import policy
 from .features import CANARY
 from .golden import GoldenError
+from .mutant_detectors import Detectors
 from .mutate import CATALOGUE, Mutant, catalogue, closure_of
 from .status import Cell, Golden
 
@@ -219,7 +220,8 @@ class Listed:
 
             return text_closure(cell.feature.removeprefix("text."))
         if cell.kind == "mutant":
-            return closure_of(self._mutants[cell.feature.removeprefix("mutant.")], self.root)
+            mutant = self._mutants[cell.feature.removeprefix("mutant.")]
+            return closure_of(mutant, self.root, self._detectors)
         return self._closures.get(cell.kind)
 
     def refusal(self, cell: Cell) -> str:
@@ -280,6 +282,10 @@ class Listed:
         path = self.root / "parity" / CATALOGUE.name
         found = catalogue(path) if path.is_file() else []
         return {mutant.name: mutant for mutant in found if not mutant.honest}
+
+    @cached_property
+    def _detectors(self) -> Detectors:
+        return Detectors(self.root)
 
     @cached_property
     def _traces(self) -> list[str]:
