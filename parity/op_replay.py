@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import closure, evidence, floor_cap, golden, policy
+from . import closure, evidence, floor_cap, golden, policy, served
 from .calibrate import FLOORS, Floors
 from .compare import Check, Floor, Result, compare_exact, compare_float, teeth
 from .dtypes import Array
@@ -119,8 +119,10 @@ class Lane:
             return {"verdict": "skip", "reason": cell.blocked}
         found, arguments, truth = self._expected(cell)
         case = cell.entry.table.cases[cell.op, cell.case]
-        call = Call(cell.entry, case, arguments, implementation(cell), self.device)
-        first = call()
+        impl = implementation(cell)
+        call = Call(cell.entry, case, arguments, impl, self.device)
+        with served.watched(impl) as ran:
+            first = call()
         kept = {name: value.tobytes() for name, value in first.items()}
         again = call()
         judge = _Judge(self, cell, found, truth)
@@ -136,7 +138,11 @@ class Lane:
             "oracle": {**_oracle_facts(found), "floor": self._floor_sha(cell)},
             "checks": {name: check.as_dict() for name, check in checks.items()},
             "teeth": judge.teeth(),
-            "proof": {"selected": cell.provider, "calls": call.calls, "code": _symbol(cell)},
+            "proof": {
+                **served.proof(cell.provider, cell.case, impl, ran),
+                "calls": call.calls,
+                "code": _symbol(cell),
+            },
             "verdict": "fail" if failed else "pass",
         }
         if failed:
