@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 SCHEDULE_CODE = ("parity/replay_schedule.py:check", "oracles/schedule_driver.py:Player")
 CANARY_CODE = "parity/canary.py"
 TRACE = ".json.zz"
+COMPARISON_FILE = "parity/compare.py"
+"""The feature that has it answers for what the comparison refuses."""
 
 
 class Listed:
@@ -115,15 +117,17 @@ class Listed:
         return [Cell(CANARY, "planted", "torch", "cpu", "eager", "canary", command=command)]
 
     def mutants(self, files: Sequence[str]) -> Sequence[Cell]:
-        """The faults of mutants.yaml that are planted in `files`."""
+        """The faults of mutants.yaml that are planted in `files`. Honest alternates are of the
+        comparison, wherever they are made: one that is refused is its fault."""
         return [
             Cell(
-                *(f"mutant.{mutant.name}", mutant.by, "vllmx", "cpu", "planted"),
+                *(f"mutant.{mutant.name}", mutant.by, "vllmx", "cpu"),
+                "honest" if mutant.honest else "planted",
                 kind="mutant",
                 command=f"vllmx parity mutate {mutant.name}",
             )
             for mutant in self._mutants.values()
-            if mutant.file in files
+            if (COMPARISON_FILE if mutant.honest else mutant.file) in files
         ]
 
     # ---- goldens
@@ -281,7 +285,7 @@ class Listed:
     def _mutants(self) -> dict[str, Mutant]:
         path = self.root / "parity" / CATALOGUE.name
         found = catalogue(path) if path.is_file() else []
-        return {mutant.name: mutant for mutant in found if not mutant.honest}
+        return {mutant.name: mutant for mutant in found}
 
     @cached_property
     def _detectors(self) -> Detectors:
