@@ -3,7 +3,9 @@
 
 A test reaches nearly everything, so a hash of all that it reaches would be stale after every edit.
 `fine` covers the test file, the helpers and conftest files under tests/ that it uses, and the
-files of ours that are the feature; `coarse` covers all files of vllmx that those import.
+files of ours that are the feature; `coarse` covers all files of vllmx that those import. Comments
+and layout count in neither, nor docstrings in `coarse`: an edited comment is no change that could
+take a failure back.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
+
+from .closure import code_of
 
 PACKAGES = ("vllmx", "parity", "oracles")
 
@@ -25,6 +29,7 @@ class Closures:
         self.tree = cache(lambda name: ast.parse((root / name).read_bytes()))
         self.imports = cache(lambda name: sorted(set(_imports(self.tree(name), name))))
         self.code = cache(self._code)
+        self.outer = cache(self._outer)
         self.text = cache(lambda name: _sha((root / name).read_bytes()))
         self.is_file = cache(lambda name: (root / name).is_file())
         self.reachable = cache(self._reachable)
@@ -34,12 +39,30 @@ class Closures:
         given = list(files)
         if not given or not all(self.is_file(name) for name in given):
             return None
-        names = sorted({name for file in given for name in (file, *self.helpers(file))})
-        reached = sorted({path for name in names for path in self.reachable(name)})
         return {
-            "fine": _sha_lines(f"{name} {self.code(name)}" for name in names),
-            "coarse": _sha_lines(f"{name} {self.text(name)}" for name in reached),
+            "fine": _sha_lines(f"{name} {self.code(name)}" for name in self._own(given)),
+            "coarse": _sha_lines(f"{name} {self.outer(name)}" for name in self.covered(given)),
         }
+
+    def covered(self, files: Iterable[str]) -> list[str]:
+        """Every file that the closure of `files` has a hash of."""
+        return sorted({path for name in self._own(files) for path in self.reachable(name)})
+
+    def judges(self, file: str) -> list[str]:
+        """`file`, its helpers, and what they import of our packages but vllmx, directly or not."""
+        found: set[str] = set()
+        queue = [file, *self.helpers(file)]
+        while queue:
+            name = queue.pop()
+            if name in found or name.startswith("vllmx/"):
+                continue
+            found.add(name)
+            if name.endswith(".py"):
+                queue += [path for dotted in self.imports(name) for path in self._files(dotted)]
+        return sorted(found)
+
+    def _own(self, files: Iterable[str]) -> list[str]:
+        return sorted({name for file in files for name in (file, *self.helpers(file))})
 
     def helpers(self, file: str) -> list[str]:
         """The files under tests/ that test `file` uses: conftest.py above it, and imports."""
@@ -82,6 +105,11 @@ class Closures:
     def _code(self, name: str) -> str:
         if name.endswith(".py"):
             return _sha(ast.dump(self.tree(name)).encode())
+        return self.text(name)
+
+    def _outer(self, name: str) -> str:
+        if name.endswith(".py"):
+            return _sha(code_of((self.root / name).read_bytes()).encode())
         return self.text(name)
 
 

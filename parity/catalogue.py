@@ -14,6 +14,7 @@ from . import policy
 from .digests import file_sha
 from .features import CANARY
 from .golden import GoldenError
+from .mutant_detectors import Detectors
 from .mutate import CATALOGUE, Mutant, catalogue, closure_of
 from .status import Cell, Golden
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 SCHEDULE_CODE = ("parity/replay_schedule.py:check", "oracles/schedule_driver.py:Player")
 CANARY_CODE = "parity/canary.py"
 TRACE = ".json.zz"
+COMPARISON_FILE = "parity/compare.py"
+"""The feature that has it answers for what the comparison refuses."""
 
 
 class Listed:
@@ -114,15 +117,17 @@ class Listed:
         return [Cell(CANARY, "planted", "torch", "cpu", "eager", "canary", command=command)]
 
     def mutants(self, files: Sequence[str]) -> Sequence[Cell]:
-        """The faults of mutants.yaml that are planted in `files`."""
+        """The faults of mutants.yaml that are planted in `files`. Honest alternates are of the
+        comparison, wherever they are made: one that is refused is its fault."""
         return [
             Cell(
-                *(f"mutant.{mutant.name}", mutant.by, "vllmx", "cpu", "planted"),
+                *(f"mutant.{mutant.name}", mutant.by, "vllmx", "cpu"),
+                "honest" if mutant.honest else "planted",
                 kind="mutant",
                 command=f"vllmx parity mutate {mutant.name}",
             )
             for mutant in self._mutants.values()
-            if mutant.file in files
+            if (COMPARISON_FILE if mutant.honest else mutant.file) in files
         ]
 
     # ---- goldens
@@ -219,7 +224,8 @@ class Listed:
 
             return text_closure(cell.feature.removeprefix("text."))
         if cell.kind == "mutant":
-            return closure_of(self._mutants[cell.feature.removeprefix("mutant.")], self.root)
+            mutant = self._mutants[cell.feature.removeprefix("mutant.")]
+            return closure_of(mutant, self.root, self._detectors)
         return self._closures.get(cell.kind)
 
     def refusal(self, cell: Cell) -> str:
@@ -279,7 +285,11 @@ class Listed:
     def _mutants(self) -> dict[str, Mutant]:
         path = self.root / "parity" / CATALOGUE.name
         found = catalogue(path) if path.is_file() else []
-        return {mutant.name: mutant for mutant in found if not mutant.honest}
+        return {mutant.name: mutant for mutant in found}
+
+    @cached_property
+    def _detectors(self) -> Detectors:
+        return Detectors(self.root)
 
     @cached_property
     def _traces(self) -> list[str]:

@@ -2,10 +2,11 @@
 """Closure hashes: whether what ran then is still what is here now.
 
 `fine` covers the code that a symbol reaches: its own syntax tree and, name by name, whatever
-functions, classes and constants of the repository it refers to. Comments, docstrings and layout
-don't count. A name that isn't found where it should be brings in its whole module. `coarse`
-covers every file that the symbol's module imports, directly or not. Evidence is stale when
-`fine` differs; a difference in `coarse` alone is only worth a word.
+functions, classes and constants of the repository it refers to. A name that isn't found where it
+should be brings in its whole module. `coarse` covers every file that the symbol's module imports,
+directly or not. Comments, docstrings and layout count in neither: an edited comment is no change
+that could take a failure back. Evidence is stale when `fine` differs; a difference in `coarse`
+alone is only worth a word.
 
 A symbol is "path/of/file.py:Name" or "path/of/file" for all of it, relative to the root. A string
 that names a file beside the module ("kernels.c") brings in that file. The sources are read, never
@@ -45,7 +46,7 @@ def closure(
     sources = sources or Sources(root)
     fine = {**items(listed, root, sources), **{f"+{k}": v for k, v in (extra or {}).items()}}
     files = sources.reachable(path_of(symbol) for symbol in listed)
-    coarse = {path: _sha(sources.module(path).text) for path in files}
+    coarse = {path: sources.code(path) for path in files}
     return {"fine": _sha_items(fine), "coarse": _sha_items(coarse)}
 
 
@@ -106,6 +107,13 @@ class Sources:
         self.known: dict[str, tuple[str, list[str]]] = {}
         self.imports: dict[str, list[str]] = {}
         self.found: dict[str, str | None] = {}
+        self.codes: dict[str, str] = {}
+
+    def code(self, path: str) -> str:
+        """sha256 of the syntax tree of a whole file, worked out once."""
+        if path not in self.codes:
+            self.codes[path] = _sha(code_of(self.module(path).text))
+        return self.codes[path]
 
     def module(self, path: str) -> Module:
         """The file `path`, relative to the root."""
@@ -284,10 +292,10 @@ def _names(node: ast.AST) -> list[tuple[str, str | None]]:
     return [(n, a) for n, a in found if a or n not in attributed]
 
 
-def _normal(node: ast.AST) -> str:
-    """Text of a tree without positions and docstrings."""
-    copy = ast.parse(ast.unparse(node))
-    for child in ast.walk(copy):
+def code_of(source: str | bytes) -> str:
+    """Text of the tree of `source` without positions, comments and docstrings."""
+    tree = ast.parse(source)
+    for child in ast.walk(tree):
         body = getattr(child, "body", None)
         if (
             isinstance(child, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
@@ -297,7 +305,11 @@ def _normal(node: ast.AST) -> str:
             and isinstance(body[0].value.value, str)
         ):
             child.body = body[1:]
-    return ast.dump(copy)
+    return ast.dump(tree)
+
+
+def _normal(node: ast.AST) -> str:
+    return code_of(ast.unparse(node))
 
 
 def _sha(text: str) -> str:

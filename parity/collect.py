@@ -4,7 +4,8 @@
 What needs a GPU, tests/gpu, is collected with `device=cuda` and without the rest.
 
 With `from=FILE` nothing is run: FILE is pytest's JUnit XML or the table that
-`vllmx parity upstream-tests` writes, and must be newer than the code that it speaks of.
+`vllmx parity upstream-tests` writes. It says itself what tree it was made from (tree_stamp.py), and
+must be of this one and newer than the code that it speaks of.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from vllmx.config import ParityConfig, RunConfig
 from vllmx.exceptions import UserError
 
-from . import evidence, features, results
+from . import evidence, features, results, tree_stamp
 from .cells import PYTEST, UPSTREAM
 from .checkout import Checkout
 from .evidence import Row
@@ -262,7 +263,9 @@ def canary_row(checkout: Checkout, cell: Cell, facts: dict[str, Any]) -> Row:
 def from_file(
     checkout: Checkout, cells: dict[str, list[Cell]], path: Path, facts: dict[str, Any]
 ) -> list[Row]:
-    """Rows of a file of results; cells that it tells nothing of are left out."""
+    """Rows of a file of results, as of the run that wrote it; cells that it tells nothing of are
+    left out. UserError where it doesn't say of what tree it is, or is of another (tree_stamp.py).
+    """
     if not path.is_file():
         raise UserError(f"collect: no file {path}.")
     junit = path.suffix == ".xml"
@@ -273,7 +276,10 @@ def from_file(
     if not told:
         raise UserError(f"collect: {path} tells of nothing that features.yaml asks for ({mode}).")
     _refuse_old(checkout, told, path)
-    return [test_row(checkout, cell, found, facts) for cell in told]
+    files = {file for cell in told for file in checkout.behaviour.covered(checkout.files(cell))}
+    then = tree_stamp.checked(results.stamp_in(path), files, checkout.root, path)
+    then["dirty"] = bool(then["dirty"] or facts["dirty"])
+    return [test_row(checkout, cell, found, then) for cell in told]
 
 
 @contextmanager

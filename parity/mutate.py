@@ -28,6 +28,7 @@ from vllmx.exceptions import UserError
 
 from . import evidence
 from .evidence import Row, make_row
+from .mutant_detectors import Detectors
 
 ROOT = Path(__file__).resolve().parents[1]
 CATALOGUE = Path(__file__).with_name("mutants.yaml")
@@ -78,11 +79,15 @@ def catalogue(path: Path = CATALOGUE) -> list[Mutant]:
     return found
 
 
-def closure_of(mutant: Mutant, root: Path = ROOT) -> dict[str, str]:
-    """What a verdict depends on: the mutant as it is written, and the file that it changes."""
+def closure_of(
+    mutant: Mutant, root: Path = ROOT, detectors: Detectors | None = None
+) -> dict[str, str]:
+    """What a verdict depends on: the mutant as it is written, the file that it changes, and all
+    that its detector judges by. `detectors` saves reading that again for each of many."""
     path = root / mutant.file
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    sha = hashlib.sha256(f"{mutant}\n{text}".encode()).hexdigest()
+    judged_by = (detectors or Detectors(root)).sha(mutant.by)
+    sha = hashlib.sha256(f"{mutant}\n{judged_by}\n{text}".encode()).hexdigest()
     return {"fine": sha, "coarse": sha}
 
 
@@ -173,6 +178,9 @@ def mutate(mutants: list[Mutant]) -> list[Row]:
     rows: list[Row] = []
     run = evidence.run_facts()
     clean: dict[str, tuple[int, str]] = {}
+    detectors = Detectors(ROOT)
+    # As the code is before anything is run.
+    known = {mutant.name: closure_of(mutant, ROOT, detectors) for mutant in mutants}
     with tempfile.TemporaryDirectory() as work:
         copy = Copy(Path(work))
         for mutant in mutants:
@@ -192,7 +200,7 @@ def mutate(mutants: list[Mutant]) -> list[Row]:
                     device={"name": "cpu"},
                     mode="honest" if mutant.honest else "planted",
                     golden_sha="",
-                    closure=closure_of(mutant),
+                    closure=known[mutant.name],
                     oracle={},
                     verdict=verdict,
                     checks={},

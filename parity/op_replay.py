@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from . import closure, evidence, golden, policy
-from .calibrate import Floors
+from . import closure, evidence, floor_cap, golden, policy, served
+from .calibrate import FLOORS, Floors
 from .compare import Check, Floor, Result, compare_exact, compare_float, teeth
 from .dtypes import Array
 from .evidence import Row, make_row
@@ -119,13 +119,17 @@ class Lane:
             return {"verdict": "skip", "reason": cell.blocked}
         found, arguments, truth = self._expected(cell)
         case = cell.entry.table.cases[cell.op, cell.case]
-        call = Call(cell.entry, case, arguments, implementation(cell), self.device)
-        first = call()
+        impl = implementation(cell)
+        call = Call(cell.entry, case, arguments, impl, self.device)
+        with served.watched(impl) as ran:
+            first = call()
         kept = {name: value.tobytes() for name, value in first.items()}
         again = call()
         judge = _Judge(self, cell, found, truth)
         if fault := judge.contradiction():
             return {"verdict": "error", "reason": f"golden and float64 truth disagree: {fault}"}
+        if fault := judge.floor_fault():
+            return {"verdict": "error", "reason": f"{FLOORS} is not to be believed: {fault}"}
         checks, drift, worst = judge.outputs(first)
         unlike = sum(kept.get(name) != value.tobytes() for name, value in again.items())
         checks["repeat"] = Check(float(unlike), 0.0)
@@ -134,7 +138,11 @@ class Lane:
             "oracle": {**_oracle_facts(found), "floor": self._floor_sha(cell)},
             "checks": {name: check.as_dict() for name, check in checks.items()},
             "teeth": judge.teeth(),
-            "proof": {"selected": cell.provider, "calls": call.calls, "code": _symbol(cell)},
+            "proof": {
+                **served.proof(cell.provider, cell.case, impl, ran),
+                "calls": call.calls,
+                "code": _symbol(cell),
+            },
             "verdict": "fail" if failed else "pass",
         }
         if failed:
@@ -199,6 +207,16 @@ class _Judge:
             for name, value in self.golden.outputs().items()
         )
         return next(filter(None, told), "")
+
+    def floor_fault(self) -> str:
+        """Which floor is larger than any noise of an oracle; empty if none is."""
+        for name, floor in self.floors.items():
+            if floor is None or self.truth is None or self.cell.entry.kind_of(name) == EXACT:
+                continue
+            want = self.golden.outputs()[name]
+            if told := floor_cap.fault(floor, want, self.truth[name], self.cell.dtype):
+                return f"{name}: {told}; `vllmx parity calibrate` measures it again"
+        return ""
 
     def outputs(
         self, got: Outputs

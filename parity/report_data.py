@@ -20,6 +20,7 @@ from .checkout import Checkout
 from .drift import anchors
 from .features import CANARY
 from .ledger import TIERS, as_json, equation, totals, troubles
+from .mutant_detectors import Detectors
 from .mutate import CATALOGUE, catalogue, closure_of
 from .plan import join
 from .report_lanes import earlier, lanes
@@ -202,10 +203,11 @@ def mutation(checkout: Checkout, now: dt.datetime) -> dict[str, Any]:
     by_category: dict[str, Counter[str]] = defaultdict(Counter)
     honest: Counter[str] = Counter()
     missed = []
+    detectors = Detectors(checkout.root)
     for mutant in catalogue(path) if path.is_file() else []:
         mode = "honest" if mutant.honest else "planted"
         cell = Cell(f"mutant.{mutant.name}", mutant.by, "vllmx", "cpu", mode, kind="mutant")
-        closure = closure_of(mutant, checkout.root)
+        closure = closure_of(mutant, checkout.root, detectors)
         told = judge(cell, {}, rows[cell.key], closure, policy, policy.age_limit(""), now)
         good, bad = ("accepted", "refused") if mutant.honest else ("found", "missed")
         word = {"GREEN": good, "RED": bad}.get(told.status, told.status.lower())

@@ -16,6 +16,8 @@ from typing import Any
 
 from vllmx.exceptions import UserError
 
+from .tree_stamp import PROPERTY
+
 EXPLAINED = ("not applicable", "deselected")
 """Outcomes of upstream's tests that parity/upstream_map.yaml gives a reason for."""
 
@@ -113,9 +115,20 @@ def _from_junit(case: ElementTree.Element) -> Result:
     return Result(test_id, outcome, reason, float(case.get("time") or 0))
 
 
+def stamp_in(path: Path) -> str | None:
+    """What a file of results says of the tree that it was made from (tree_stamp.py), else None."""
+    if path.suffix == ".xml":
+        found = ElementTree.parse(path).iter("property")
+        return next((p.get("value") for p in found if p.get("name") == PROPERTY), None)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    begin = f"{PROPERTY}\t"
+    return next((line[len(begin) :] for line in lines if line.startswith(begin)), None)
+
+
 def read_upstream(path: Path) -> list[Result]:
     """The rows of upstream_tests.tsv; ids without their leading `tests/`."""
     lines = path.read_text(encoding="utf-8").splitlines()
+    lines = [line for line in lines if not line.startswith(f"{PROPERTY}\t")]
     if not lines or lines[0].split("\t")[:3] != ["id", "status", "upstream"]:
         raise UserError(f"{path}: not a table that `vllmx parity upstream-tests` wrote.")
     rows: Sequence[list[str]] = [line.split("\t") for line in lines[1:]]

@@ -96,8 +96,8 @@ class Feature:
     """Parts of the feature that are declared not built."""
     cells: tuple[Cell, ...] = ()
     watched: tuple[Cell, ...] = ()
-    """Probes of its ops and planted faults in its files; none has to be run, but what comes of
-    them counts if it is bad."""
+    """Probes of its ops, planted faults in its files and, of the comparison, honest alternates;
+    none has to be run, but what comes of them counts if it is bad."""
     dropped: tuple[tuple[str, str], ...] = ()
     """(feature of an op, provider) that is declared to take less than it once did."""
 
@@ -188,7 +188,7 @@ class FeatureStatus:
     @property
     def kills(self) -> tuple[int, int]:
         """(planted faults found by runs that count, planted faults in its files)."""
-        mutants = [cell for cell in self.watched if cell.cell.kind == "mutant"]
+        mutants = [cell for cell in self.watched if cell.cell.mode == "planted"]
         return sum(cell.status == "GREEN" for cell in mutants), len(mutants)
 
     @property
@@ -291,10 +291,13 @@ def fold(
         return "MISSING", f"not there: {', '.join(feature.absent)}"
     if not cells:
         return "UNPROVEN", "no kind of evidence is asked for in parity/features.yaml"
+    honest = [cell for cell in watched if cell.cell.mode == "honest"]
+    if refused := [c.cell.feature for c in honest if c.status in ("RED", "SUSPECT")]:
+        return "RED", f"honest alternates that are refused: {', '.join(refused)}"
     worst = max(cells, key=lambda cell: RANK[cell.status])
     if RANK[worst.status] < RANK["PARTIAL"] and feature.lacks:
         return "PARTIAL", "not built: " + "; ".join(feature.lacks)
-    mutants = [cell for cell in watched if cell.cell.kind == "mutant"]
+    mutants = [cell for cell in watched if cell.cell.mode == "planted"]
     missed = [cell.cell.feature for cell in mutants if cell.status == "RED"]
     if RANK[worst.status] < RANK["YELLOW"] and missed:
         return "YELLOW", f"planted faults that nothing finds: {', '.join(missed)}"

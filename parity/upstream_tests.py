@@ -30,6 +30,7 @@ from pathlib import Path
 from vllmx.config import RunConfig
 from vllmx.exceptions import UserError
 
+from . import tree_stamp
 from .upstream_ratchet import Passing, add_passed, read_passing
 from .upstream_shim.mapping import MapError, UpstreamMap, load_map
 
@@ -86,6 +87,7 @@ def run_selected(select: str | None, output: str | None) -> int:
     passing = read_passing(PASSING).under(prefixes)
     _check_plugins()
     source = unpack(fetch(upstream_map), upstream_map)
+    stamp = tree_stamp.of(HERE.parent)  # of the tree as it is before anything is run
     rows: list[Row] = []
     for file, nodes in test_files(source, prefixes).items():
         print(f"{file} ...", end=" ", flush=True)
@@ -99,7 +101,7 @@ def run_selected(select: str | None, output: str | None) -> int:
     if not rows:
         raise UserError(f"parity: no test under {', '.join(prefixes)}.")
     folder = Path(output) if output else cache_folder() / "results"
-    _write_results(rows, passing, prefixes, folder)
+    _write_results(rows, passing, prefixes, folder, stamp)
     bad = unexplained(rows, passing.upstream)
     gone = lost(rows, passing.here)
     for what, found in (("unexplained", bad), ("no longer passes", gone)):
@@ -125,11 +127,13 @@ def _check_plugins() -> None:
         )
 
 
-def _write_results(rows: list[Row], passing: Passing, prefixes: list[str], folder: Path) -> None:
+def _write_results(
+    rows: list[Row], passing: Passing, prefixes: list[str], folder: Path, stamp: str
+) -> None:
     from .upstream_report import markdown, summary
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_tsv(rows, passing.upstream, folder / "upstream_tests.tsv")
+    write_tsv(rows, passing.upstream, folder / "upstream_tests.tsv", stamp)
     page = markdown(rows, passing.upstream, passing.here, prefixes)
     (folder / "upstream_tests.md").write_text(page, encoding="utf-8")
     for prefix in prefixes:
@@ -164,12 +168,14 @@ def not_collected(rows: list[Row], expected: Set[str]) -> list[Row]:
     return result
 
 
-def write_tsv(rows: list[Row], expected: Set[str], path: Path) -> None:
-    """One line a test: id, status, whether upstream passes it, symbol, reason."""
+def write_tsv(rows: list[Row], expected: Set[str], path: Path, stamp: str) -> None:
+    """One line a test: id, status, whether upstream passes it, symbol, reason; last the tree that
+    it was made from (tree_stamp.py)."""
     lines = ["id\tstatus\tupstream\tsymbol\treason"]
     for row in sorted(rows, key=lambda row: row.id):
         upstream = "passes" if row.id in expected else ""
         lines.append("\t".join([row.id, row.status, upstream, row.symbol, row.reason]))
+    lines.append(f"{tree_stamp.PROPERTY}\t{stamp}")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -134,11 +134,18 @@ def test_a_widened_floor_makes_the_op_stale_until_it_is_replayed(root):
     folder = root / "parity" / "goldens" / "ops"
     entries = calibrate.Floors(folder).entries
     name = CELLS[0].golden
-    wide = {"wide": {"out": {"rmse": 0.5, "row": 0.5, "worst": 0.5, "gain": 0.5}}}
-    calibrate.write({name: {**entries[name], "lanes": wide}}, folder)
+    small = {"wide": {"out": {"rmse": 1e-9, "row": 1e-9, "worst": 1e-9, "gain": 1e-9}}}
+    calibrate.write({name: {**entries[name], "lanes": small}}, folder)
     status, reason = told(root, rows)
     assert status == "STALE" and "noise" in reason
     assert told(root, [*rows, *replayed(root)])[0] in ("GREEN", "DRIFT")
+    # And one that no oracle's noise comes to is none: not at all, however the replay ends.
+    wide = {"wide": {"out": {"rmse": 0.5, "row": 0.5, "worst": 0.5, "gain": 0.5}}}
+    calibrate.write({name: {**entries[name], "lanes": wide}}, folder)
+    again = [row for row in replayed(root) if row["golden_sha"] == rows[0]["golden_sha"]]
+    assert {row["verdict"] for row in again} == {"error"}
+    assert "at most 8 are believed; `vllmx parity calibrate`" in again[0]["reason"]
+    assert told(root, [*rows, *again])[0] in ("RED", "SUSPECT")
 
 
 def test_a_floor_of_the_golden_before_is_none(root):

@@ -5,12 +5,14 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
+from xml.sax.saxutils import quoteattr
 
 import pytest
 from toy_checkout import FACTS, build, forget, write
 
-from parity import collect, evidence, features
+from parity import collect, evidence, features, tree_stamp
 from parity.behaviour import Closures
 from parity.cells import ours
 from parity.checkout import ROOT, Checkout
@@ -18,11 +20,19 @@ from parity.collect import exit_code, run_tests, upstream_rows
 from parity.model_table import MODELS
 from parity.mutate import catalogue
 from parity.op_table import OPS
-from parity.results import Result, matches, read_jsonl, read_junit, read_upstream, summarise
+from parity.results import (
+    Result,
+    matches,
+    read_jsonl,
+    read_junit,
+    read_upstream,
+    stamp_in,
+    summarise,
+)
 from parity.schedule_traces import KINDS
 from parity.text_cases import specs
 from parity.upstream_ratchet import read_passing
-from parity.upstream_tests import PASSING
+from parity.upstream_tests import PASSING, Row, write_tsv
 from vllmx.config import RunConfig
 from vllmx.exceptions import UserError
 
@@ -197,6 +207,16 @@ JUNIT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
+def stamped(root, junit=JUNIT, **facts):
+    """`junit` as a run on the tree at `root` writes it, with `facts` of the run changed."""
+    told = json.loads(tree_stamp.of(root))
+    text = quoteattr(json.dumps({**told, "run": {**told["run"], **facts}}))
+    line = (
+        f"<properties><property name={quoteattr(tree_stamp.PROPERTY)} value={text}/></properties>"
+    )
+    return junit.replace("<testsuite>", f"<testsuite>{line}")
+
+
 def test_junit_is_read_in_both_families(tmp_path):
     path = tmp_path / "r.xml"
     path.write_text(JUNIT)
@@ -234,7 +254,7 @@ def test_upstreams_table_is_read(tmp_path):
 
 def test_results_of_a_file_become_rows_unless_the_code_is_newer(root):
     path = root / "r.xml"
-    path.write_text(JUNIT)
+    path.write_text(stamped(root))
     assert call(from_version=str(path)) == 1
     assert rows(root)["engine.toy"]["verdict"] == "fail"
     late = time.time() + 5
@@ -247,6 +267,61 @@ def test_results_of_a_file_become_rows_unless_the_code_is_newer(root):
             call(from_version=str(path))
     with pytest.raises(UserError, match="no file"):
         call(from_version=str(root / "gone.xml"))
+
+
+def test_results_of_another_tree_or_of_none_are_refused_whatever_their_time(root):
+    path = root / "r.xml"
+    path.write_text(JUNIT)
+    with pytest.raises(UserError, match=r"what tree it was made from; run the tests again"):
+        call(from_version=str(path))
+    table = root / "copy.tsv"
+    write(
+        root,
+        "parity/features.yaml",
+        "engine.toy: {ours: [vllmx/engine.py], upstream: [v1/core/test_output.py]}\n",
+    )
+    names = [name for name in read_passing(PASSING).upstream if "/test_output.py" in name]
+    lines = ["id\tstatus\tupstream\tsymbol\treason", *(f"{n}\tpassed\tpasses\t\t" for n in names)]
+    table.write_text("\n".join(lines) + "\n")
+    with pytest.raises(UserError, match="what tree it was made from"):
+        call(from_version=str(table))
+    rows = [Row(name, "passed") for name in names]
+    write_tsv(rows, set(names), table, tree_stamp.of(root))
+    assert call(from_version=str(table)) == 0
+    code = root / "vllmx" / "engine.py"
+    write(root, "vllmx/engine.py", "def step():\n    return 2\n")
+    early = table.stat().st_mtime - 60
+    os.utime(code, (early, early))
+    with pytest.raises(
+        UserError, match=r"made from another vllmx/engine\.py .*run the tests again"
+    ):
+        call(from_version=str(table))
+
+
+def test_results_of_a_file_are_of_the_run_that_wrote_it(root):
+    path = root / "r.xml"
+    path.write_text(stamped(root, git="1" * 40, dirty=True))
+    call(from_version=str(path))
+    told = rows(root)["engine.toy"]["run"]
+    assert (told["git"], told["dirty"]) == ("1" * 40, True)
+    path.write_text(stamped(root).replace("sources", "sauces"))
+    with pytest.raises(UserError, match="is damaged"):
+        call(from_version=str(path))
+
+
+@pytest.mark.parametrize("workers", [[], ["-n1"]], ids=["alone", "xdist"])
+def test_pytests_file_of_results_names_its_tree(tmp_path, workers):
+    path = tmp_path / "r.xml"
+    test = tmp_path / "test_nothing.py"
+    test.write_text("def test_nothing():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={ROOT}"]
+    command += [f"--confcutdir={ROOT}", "-c", str(ROOT / "pyproject.toml"), *workers]
+    command += ["-p", "conftest", f"--junitxml={path}", str(test)]
+    search = os.pathsep.join([str(ROOT / "tests"), str(ROOT)])
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "PYTHONPATH": search})
+    told = json.loads(stamp_in(path))
+    assert told == json.loads(tree_stamp.of(ROOT))
+    assert {"parity/collect.py", "tests/conftest.py", "vllmx/config.py"} <= set(told["sources"])
 
 
 def test_a_part_of_upstreams_tests_does_not_stand_for_the_whole(root):
@@ -307,7 +382,7 @@ def test_fine_covers_test_helpers_and_files_of_ours_and_coarse_what_they_import(
     ):
         text = (tmp_path / name).read_text()
         write(tmp_path, name, "# a word\n" + text)
-        assert Closures(tmp_path).closure(files)["fine"] == before["fine"], name
+        assert Closures(tmp_path).closure(files) == before, name
         write(tmp_path, name, text + "more = 2\n")
         after = Closures(tmp_path).closure(files)
         assert (after["fine"] != before["fine"]) == fine, name

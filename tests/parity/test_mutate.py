@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from parity import mutate
+from parity import mutant_detectors, mutate
 from parity.mutate import Copy, Mutant, catalogue, dead_anchors, judge
 from vllmx.exceptions import UserError
 
@@ -60,6 +60,68 @@ def test_a_fault_that_leaves_no_python_is_refused(tmp_path: Path) -> None:
 def test_an_honest_alternate_must_leave_it_green() -> None:
     assert judge(mutant(honest=True), (0, ""), (0, "")) == ("pass", "")
     assert judge(mutant(honest=True), (0, ""), (1, ""))[0] == "fail"
+
+
+WEAKER = [
+    # What is weakened, as it was and as it is then, and whether the detector looks at it.
+    ("parity/policy.yaml", "red: 2", "red: 3", {"replay", "schedule", "test"}),
+    ("parity/compare.py", "x <= 2", "x <= 9", {"replay"}),
+    ("parity/helper.py", "K = 1", "K = 2", {"replay"}),
+    ("parity/replay_schedule.py", "x = 1", "x = 2", {"schedule"}),
+    ("tests/test_x.py", "assert y == 1", "assert y", {"test"}),
+    ("tests/conftest.py", "y = 1", "y = 2", {"test"}),
+    ("parity/goldens/ops/index.json", '"a/x": "1"', '"a/x": "2"', {"replay"}),
+    ("parity/goldens/ops/floors.json", "0.1", "0.5", {"replay"}),
+    ("parity/goldens/schedule/t", "told", "other", {"schedule"}),
+    ("parity/compare.py", "# why", "# because", set()),
+    ("parity/goldens/ops/index.json", '"b/x": "1"', '"b/x": "2"', set()),
+    ("parity/replay.py", "# other", "# others", set()),
+    ("vllmx/far.py", "z = 1", "z = 2", set()),
+]
+
+
+@pytest.mark.parametrize("change", WEAKER, ids=lambda change: f"{change[0]} {change[2]}")
+def test_a_detector_that_is_weakened_has_found_nothing_yet(tmp_path: Path, change) -> None:
+    files = {
+        "f.py": "a",
+        "parity/policy.yaml": "red: 2",
+        "parity/replay.py": "from . import compare  # other\nimport vllmx.far\n",
+        "parity/compare.py": "# why\nfrom .helper import K\nok = lambda x: x <= 2\n",
+        "parity/helper.py": "K = 1\n",
+        "parity/replay_schedule.py": "x = 1\n",
+        "parity/goldens/ops/index.json": '{"goldens": {"a/x": "1", "b/x": "1"}}',
+        "parity/goldens/ops/floors.json": '{"floors": {"a/x": {"rmse": 0.1}}}',
+        "parity/goldens/schedule/t": "told",
+        "tests/test_x.py": "from conftest import y\n\n\ndef test_x():\n    assert y == 1\n",
+        "tests/conftest.py": "y = 1\n",
+        "vllmx/far.py": "z = 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    detectors = {"replay": "replay op.a torch", "schedule": "schedule", "test": "tests/test_x.py"}
+    faults = {kind: mutant(by=by) for kind, by in detectors.items()}
+    before = {kind: mutate.closure_of(fault, tmp_path) for kind, fault in faults.items()}
+    file, find, replace, looks = change
+    assert find in files[file]
+    (tmp_path / file).write_text(files[file].replace(find, replace))
+    after = {kind: mutate.closure_of(fault, tmp_path) for kind, fault in faults.items()}
+    assert {kind for kind in faults if after[kind] != before[kind]} == looks
+
+
+def test_each_detector_s_judges_are_known() -> None:
+    detectors = mutant_detectors.Detectors(ROOT)
+    for kind, file in mutant_detectors.START.items():
+        assert (ROOT / file).is_file(), kind
+    replay = detectors.code.judges(mutant_detectors.START["replay"])
+    judges = ("compare", "op_replay", "model_replay", "model_gate", "golden", "calibrate", "truths")
+    assert {f"parity/{name}.py" for name in judges} <= set(replay)
+    for fault in catalogue():
+        words = fault.by.split()
+        if words[0] == "replay":
+            assert detectors._goldens_of(words[1]), f"{fault.name}: no golden of {words[1]}"
+        elif words[0] != "schedule":
+            assert (ROOT / fault.by.split("::")[0]).is_file(), fault.name
 
 
 def test_a_moved_or_doubled_anchor_is_dead(tmp_path: Path) -> None:

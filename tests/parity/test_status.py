@@ -245,6 +245,32 @@ def test_a_planted_fault_that_nothing_finds_keeps_a_row_from_green_and_all_are_c
     assert judged([row("fail"), *found], watched=mutants).status == "RED"
 
 
+def test_a_refused_honest_alternate_is_red_and_no_fault_that_was_found():
+    honest = (Cell("mutant.h", "x", "vllmx", "cpu", "honest", "mutant"),)
+    plain = {"golden_sha": "", "policy_sha": ""}
+    good = judged([row(), row(cell=honest[0], **plain)], watched=honest)
+    assert (good.status, good.kills) == ("GREEN", (0, 0))
+    bad = judged([row(), row("fail", cell=honest[0], **plain)], watched=honest)
+    assert bad.status == "RED" and bad.reason == "honest alternates that are refused: mutant.h"
+
+
+def test_honest_alternates_are_of_the_comparison_and_are_of_halves_too():
+    from parity.catalogue import COMPARISON_FILE, Listed
+    from parity.features import load
+    from parity.mutate import catalogue
+
+    honest = {f"mutant.{mutant.name}" for mutant in catalogue() if mutant.honest}
+    from parity.checkout import ROOT
+
+    listed = Listed(ROOT)
+    watched = listed.mutants([COMPARISON_FILE])
+    assert {cell.feature for cell in watched if cell.mode == "honest"} == honest
+    assert all(listed.closure(cell) for cell in watched)
+    assert honest.isdisjoint(cell.feature for cell in listed.mutants(["vllmx/ir/ops/linear.py"]))
+    assert [row.id for row in load() if COMPARISON_FILE in row.ours] == ["suite.op"]
+    assert {"mutant.linear-split-k-halves", "mutant.linear-bias-after-rounding"} <= honest
+
+
 def test_a_probe_counts_only_if_it_is_broken():
     law = Cell("op.x", "rows:plain/f32", "torch", "cpu", "probe", "probe")
     plain = {"golden_sha": "", "teeth": {}}

@@ -184,7 +184,7 @@ def fake(monkeypatch, codes):
     """Replace the steps' processes; returns what was asked for."""
     asked = []
 
-    def run_one(step, seconds, device):
+    def run_one(step, seconds):
         asked.append((step.name, seconds))
         return Outcome(step.name, codes.get(step.name, 0), 0.0)
 
@@ -194,26 +194,46 @@ def fake(monkeypatch, codes):
 
 def test_a_failure_does_not_stop_the_run_but_a_lost_canary_does(monkeypatch):
     asked = fake(monkeypatch, {"replay": 1})
-    run_all(STEPS, 3600.0, "cpu")
+    run_all(STEPS, 3600.0)
     assert [name for name, _ in asked] == [s.name for s in STEPS] + ["ledger", "report"]
     asked = fake(monkeypatch, {"canary": 2})
-    assert gravest(run_all(STEPS, 3600.0, "cpu")) == 2
+    assert gravest(run_all(STEPS, 3600.0)) == 2
     assert [name for name, _ in asked] == ["canary", "ledger", "report"]
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("there", [True, False])
+def test_what_the_ledger_asks_of_a_cpu_is_run_there_whatever_else_is_there(
+    monkeypatch, tmp_path, there, device
+):
+    """Cells of ops and models are of a CPU: what only a GPU shows lets them grow stale."""
+    monkeypatch.setattr(nightly, "has_gpu", lambda device: there and device != "cpu")
+    told, script = tmp_path / "words", tmp_path / "script"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {told}\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    assert nightly.main(["--device", device]) == 0
+    lines = told.read_text().splitlines()
+    for verb in ("replay", "probe"):
+        on = {word for line in lines if f"parity {verb} " in line for word in line.split()}
+        assert "device.device=cpu" in on
+        gpu = device == "cuda" or (there and device == "auto")
+        assert ("device.device=cuda" in on) == gpu
 
 
 def test_no_step_gets_more_than_its_share_or_the_time_kept_for_the_report(monkeypatch):
     asked = fake(monkeypatch, {})
-    run_all(STEPS, 1000.0, "cpu")
+    run_all(STEPS, 1000.0)
     for step, (_, seconds) in zip(STEPS, asked):
         assert seconds <= min(1000.0 * step.share, 1000.0 - nightly.LAST_SECONDS) + 1e-6
     assert all(seconds >= nightly.LAST_SECONDS for _, seconds in asked[len(STEPS) :])
 
 
 def test_a_step_without_time_or_module_does_not_pass(monkeypatch):
-    assert run_step(Step("x", ("ledger",)), 0.0, "cpu").code is None
-    assert run_step(Step("x", ("unheard-of",)), 9.0, "cpu").code == 3
+    assert run_step(Step("x", ("ledger",)), 0.0).code is None
+    assert run_step(Step("x", ("unheard-of",)), 9.0).code == 3
     monkeypatch.setattr(sys, "executable", "/bin/sleep")
-    assert run_step(Step("x", ("ledger",)), 5.0, "cpu").code not in (0, None)
+    assert run_step(Step("x", ("ledger",)), 5.0).code not in (0, None)
 
 
 def test_long_steps_end_by_themselves_before_they_are_ended(monkeypatch, tmp_path):
@@ -223,8 +243,8 @@ def test_long_steps_end_by_themselves_before_they_are_ended(monkeypatch, tmp_pat
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
     for step in STEPS:
-        assert run_step(step, 150.0, "cpu").code == 0
-        assert ("minutes=1.50" in told.read_text()) == (step.name in ("replay", "collect"))
+        assert run_step(step, 150.0).code == 0
+        assert ("minutes=1.50" in told.read_text()) == (step.name in nightly.BOXED)
 
 
 def test_nothing_of_a_step_outlives_its_box(monkeypatch, tmp_path):
@@ -233,7 +253,7 @@ def test_nothing_of_a_step_outlives_its_box(monkeypatch, tmp_path):
     slow.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {told}\nwait\n")
     slow.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(slow))
-    assert run_step(Step("x", ("ledger",)), 1.0, "cpu").code is None
+    assert run_step(Step("x", ("ledger",)), 1.0).code is None
     child = Path("/proc") / told.read_text().strip() / "stat"
     for _ in range(50):
         try:
