@@ -10,6 +10,7 @@ refused, and with backend `auto` the next library is asked.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from copy import copy
 from functools import cache, lru_cache
@@ -169,10 +170,18 @@ def _ask(
         except RecursionError:
             reason = "it is nested too deep"
         except Exception as error:  # of three libraries, each with errors of its own
-            reason = str(error) or type(error).__name__
+            reason = _said(error)
         if first:
             reasons.append(f"{name}: {reason}")
     return None
+
+
+_OF_XGRAMMAR = re.compile(r"\[\d+:\d+:\d+\] \S+\.cc:\d+: ")
+"""The time and a place in its own source, which its messages have before what they say."""
+
+
+def _said(error: Exception) -> str:
+    return _OF_XGRAMMAR.sub("", str(error)).strip() or type(error).__name__
 
 
 def _check_xgrammar(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, str]:
@@ -305,8 +314,8 @@ def _parse_schema(spec: str) -> Any:
         raise ValueError(f"Invalid JSON grammar specification. {error}") from error
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"a JSON schema is an object or a boolean, not {spec[:40]!r}")
-    if empty := empty_list(schema):
-        raise ValueError(f"{empty}: no value is valid")
+    if empty := "'false' (at #)" if schema is False else empty_list(schema):
+        raise ValueError(f"no value is valid: {empty}")
     return schema
 
 
