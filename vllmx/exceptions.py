@@ -39,6 +39,12 @@ class VLLMValidationError(ValueError):
         self.parameter = parameter
         self.value = value
 
+    def __str__(self) -> str:
+        """The message, then the parameter and the value that are known."""
+        known = (("parameter", self.parameter), ("value", self.value))
+        said = ", ".join(f"{name}={value}" for name, value in known if value is not None)
+        return f"{super().__str__()} ({said})" if said else super().__str__()
+
 
 class VLLMNotFoundError(Exception):
     """Something a request names is not there; HTTP 404 with OpenAI's `param` set.

@@ -328,6 +328,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 fits = isinstance(value, kind)
                 problem = f"must be of type {kind.__name__}, not {_type_name(value)}"
                 self._require(fits, name, problem)
+        for name in _FLAGS:
+            value = getattr(self, name)
+            # Numbers and None have a truth of their own; texts and lists are no flags.
+            problem = f"must be true or false, not {_type_name(value)}"
+            self._require(hasattr(value, "__bool__"), name, problem)
 
     def _verify_args(self) -> None:
         self._verify_numbers()
@@ -341,7 +346,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
             )
         # A comparison that must hold, never one that must not: NaN fails every comparison.
         self._require(self.n >= 1, "n", "must be at least 1")
-        self._require(self.n <= _MAX_N, "n", f"must be at most {_MAX_N}")
+        if self.n > _MAX_N:
+            raise VLLMValidationError(
+                f"n must be at most {_MAX_N}, got {self.n}. Send several requests for more.",
+                parameter="n",
+                value=self.n,
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             self._require(-2.0 <= getattr(self, name) <= 2.0, name, "must be in [-2, 2]")
         for name in ("repetition_penalty", "temperature"):
@@ -694,6 +704,11 @@ _KINDS: dict[str, type] = {
     "repetition_detection": RepetitionDetectionParams,
 }
 
+_FLAGS = (
+    *("ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "include_stop_str_in_output", "skip_reading_prefix_cache"),
+)
+
 _REPR_FIELDS = (
     "n",
     "presence_penalty",
@@ -728,6 +743,12 @@ def validate_thinking_token_budget(value: Any) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int) or value < -1:
         raise VLLMValidationError(
             "`thinking_token_budget` must be a non-negative integer or -1 for unlimited.",
+            parameter="thinking_token_budget",
+            value=value,
+        )
+    if value > _SEED_MAX:
+        raise VLLMValidationError(
+            f"`thinking_token_budget` must fit in 64 bits, got {value}; -1 is unlimited.",
             parameter="thinking_token_budget",
             value=value,
         )

@@ -96,6 +96,23 @@ def test_an_answer_is_taken_apart(name: str, kwargs: dict, text: str, want: tupl
         assert tuple(part and part.strip("\n") for part in got) == stripped, (pieces, got)
 
 
+REPEATED = ["a{e}b{e}c", "a{e}{e}b", "{s}a{e}b{e}c{e}", "{s}{s}a{e}b", "{e}a{e}b"]
+
+
+@pytest.mark.parametrize("kwargs", [THINKS, SILENT, {}], ids=["thinks", "silent", "untold"])
+@pytest.mark.parametrize("name", [*TOKENS, "seed_oss", "identity"])
+def test_a_stream_with_repeated_tags_says_what_the_whole_says(name: str, kwargs: dict) -> None:
+    is_seed = name == "seed_oss"
+    tags = (
+        {"s": "<seed:think>", "e": "</seed:think>"} if is_seed else {"s": "<think>", "e": TAGS[1]}
+    )
+    for text in (pattern.format(**tags) for pattern in REPEATED):
+        reasoning, content = make(name, kwargs).extract_reasoning(text, REQUEST)
+        for pieces in range(1, len(TOKENIZER.encode(text, add_special_tokens=False)) + 1):
+            got = streamed(name, kwargs, text, pieces)
+            assert got == (reasoning or None, content or None), (text, pieces)
+
+
 def test_every_name_is_a_parser() -> None:
     for name in ReasoningParserManager.list_registered():
         parser = make(name, {})

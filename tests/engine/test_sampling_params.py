@@ -35,7 +35,7 @@ def verify(params: SamplingParams, tokenizer=None, **kwargs) -> None:
     ("name", "value", "message"),
     [
         ("n", 0, "n must be at least 1, got 0."),
-        ("n", 20000, "n must be at most 16384"),
+        ("n", 20000, "n must be at most 16384, got 20000. Send several requests"),
         ("n", 1.5, "n must be an int"),
         ("presence_penalty", 2.1, r"presence_penalty must be in \[-2, 2\], got 2.1."),
         ("presence_penalty", NAN, "presence_penalty must be in"),
@@ -77,12 +77,16 @@ def verify(params: SamplingParams, tokenizer=None, **kwargs) -> None:
         ("logit_bias", {"5": 1.0}, "logit_bias must map token ids to numbers"),
         ("thinking_token_budget", -5, "must be a non-negative integer or -1"),
         ("thinking_token_budget", True, "must be a non-negative integer or -1"),
+        ("thinking_token_budget", 2**63, "must fit in 64 bits, got 9223372036854775808"),
+        ("skip_special_tokens", [], "skip_special_tokens must be true or false, not list"),
+        ("detokenize", "no", "detokenize must be true or false, not str"),
     ],
 )
 def test_value_out_of_range_is_refused_with_its_name(name, value, message):
     with pytest.raises(VLLMValidationError, match=message) as caught:
         SamplingParams(**{name: value})
     assert caught.value.parameter == name
+    assert f" (parameter={name}, value=" in str(caught.value)
 
 
 WRONG_TYPES = [None, "1", "", b"1", 1.5, [], [1], [None], {}, {1: 2}, object(), 1j, NAN, dict]

@@ -22,6 +22,8 @@ from vllmx.sampling_params import SamplingParams
 from vllmx.worker.states import RequestState
 
 VOCAB, DRAWS, ROWS = 64, 16_384, 512
+SCALES = {"flat": 0.6, "sharp": 1.5}
+"""Of logits: `top_k` cuts more of flat ones, `min_p` of sharp ones."""
 SETTINGS = {"temperature": 0.7, "top_k": 12, "top_p": 0.85, "min_p": 0.06}
 COMBINATIONS = [
     {name: SETTINGS[name] for name in names}
@@ -34,8 +36,8 @@ def named(settings: dict) -> str:
     return "+".join(settings) or "none"
 
 
-def make_logits() -> torch.Tensor:
-    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(11))
+def make_logits(scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(VOCAB, generator=torch.Generator().manual_seed(11))
 
 
 def wanted(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
@@ -52,7 +54,7 @@ def wanted(logits: torch.Tensor, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
     return (probs / probs.sum()).numpy()
 
 
-def draw(settings: dict, seeded: bool) -> np.ndarray:
+def draw(settings: dict, seeded: bool, scale: float) -> np.ndarray:
     """How often each token came up in DRAWS draws."""
     rows = RequestState(ROWS, 4, VOCAB, "cpu")
     sampler = Sampler(rows, "raw_logprobs", seed=5, ops=get_sampler_ops("cpu"))
@@ -60,7 +62,7 @@ def draw(settings: dict, seeded: bool) -> np.ndarray:
         row = rows.add_request(str(i), 1, [1], 0)
         sampler.add_request(row, 1, SamplingParams(seed=i if seeded else None, **settings))
     index = np.array(list(rows.req_id_to_index.values()))
-    logits = make_logits().repeat(ROWS, 1)
+    logits = make_logits(scale).repeat(ROWS, 1)
     seen: Counter = Counter()
     for step in range(DRAWS // ROWS):
         seen.update(sampler(logits, index, np.full(ROWS, step)).sampled_token_ids.tolist())
@@ -81,15 +83,35 @@ def power(noncentrality: float, degrees: int) -> float:
     return total
 
 
-def follows(settings: dict, seeded: bool) -> bool:
+def follows(settings: dict, seeded: bool, scale: float = 1.0) -> bool:
     """Whether the draws pass the test and none is a token that the filters exclude."""
-    return chi_square.follows(draw(settings, seeded), wanted(make_logits(), **settings))
+    want = wanted(make_logits(scale), **settings)
+    return chi_square.follows(draw(settings, seeded, scale), want)
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["free", "seeded"])
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 @pytest.mark.parametrize("settings", COMBINATIONS, ids=named)
-def test_draws_follow_the_distribution_that_the_filters_leave(settings, seeded: bool) -> None:
-    assert follows(settings, seeded)
+def test_draws_follow_the_distribution_that_the_filters_leave(settings, scale, seeded) -> None:
+    assert follows(settings, seeded, scale)
+
+
+def surely_seen(settings: dict, other: dict, scale: float) -> float:
+    """How surely the test of `settings` sees that draws are those of `other`."""
+    want, drawn = (wanted(make_logits(scale), **each) for each in (settings, other))
+    kept = want > 0
+    if outside := float(drawn[~kept].sum()):
+        return 1 - (1 - outside) ** DRAWS  # one excluded token is enough
+    noncentrality = DRAWS * float(((drawn - want)[kept] ** 2 / want[kept]).sum())
+    return power(noncentrality, int(kept.sum()) - 1)
+
+
+@pytest.mark.parametrize("settings", [each for each in COMBINATIONS if each], ids=named)
+def test_the_test_sees_each_member_of_a_combination_left_out(settings) -> None:
+    """None is idle beside the others, by flat or by sharp logits."""
+    for name in settings:
+        other = {each: value for each, value in settings.items() if each != name}
+        assert max(surely_seen(settings, other, scale) for scale in SCALES.values()) > 0.999, name
 
 
 @pytest.mark.parametrize("settings", COMBINATIONS, ids=named)

@@ -4,7 +4,9 @@
 import asyncio
 import json
 import re
+from collections import Counter
 
+import jsonschema
 import pytest
 from front_helpers import make_async_llm, make_llm
 from structured_helpers import END, THINK_END, TOKENIZER, VOCAB, EndsAtX, config, ids
@@ -47,7 +49,7 @@ def _the_tokenizer(monkeypatch) -> None:
 
 def engine(monkeypatch, **settings):
     settings = {"worker__check": True, "structured_outputs__backend": "guidance", **settings}
-    return make_llm(monkeypatch, TOKENIZER, config(script=script, **settings))
+    return make_llm(monkeypatch, TOKENIZER, config(**{"script": script, **settings}))
 
 
 def generate(llm, params, count: int = 1, prompt: str = "hello world"):
@@ -73,31 +75,74 @@ def test_every_kind_of_answer_is_a_member_of_its_language(monkeypatch, kind, is_
         assert answer.finish_reason == "stop" and KINDS[kind][1](answer.text), answer.text
 
 
+PLAIN = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "pattern": "^[a-z ]{1,9}$"},
+        "b": {"enum": ["x", "yes"]},
+    },
+    "required": ["a", "b"],
+}
+SCHEMAS = {
+    "xgrammar": {**PLAIN, "additionalProperties": False},
+    "guidance": SCHEMA,
+    "outlines": PLAIN,
+    "lm-format-enforcer": {**PLAIN, "additionalProperties": False},
+}
+
+
+def note_schedule(llm, noted: Counter) -> None:
+    """Count prompts that are computed in parts, preemptions, and prompt tokens from the cache."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    schedule = scheduler.schedule
+
+    def counting(*args, **kwargs):
+        output = schedule(*args, **kwargs)
+        noted["preempted"] += len(output.preempted_req_ids or ())
+        for new in output.scheduled_new_reqs:
+            count = output.num_scheduled_tokens[new.req_id]
+            noted["cached"] += new.num_computed_tokens
+            noted["chunked"] += new.num_computed_tokens + count < len(new.prompt_token_ids)
+        return output
+
+    scheduler.schedule = counting
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["steps", "async"])
+@pytest.mark.parametrize("backend", SCHEMAS)
 @pytest.mark.parametrize(
-    "settings",
+    ("happens", "settings"),
     [
-        {"scheduler__max_num_batched_tokens": 8, "scheduler__max_num_seqs": 8},
-        {"cache__num_gpu_blocks_override": 22, "cache__block_size": 4, "max_model_len": 80},
-        {"cache__enable_prefix_caching": False},
+        ("chunked", {"scheduler__max_num_batched_tokens": 8, "scheduler__max_num_seqs": 8}),
+        ("preempted", {"cache__num_gpu_blocks_override": 22, "max_model_len": 80}),
+        ("uncached", {"cache__enable_prefix_caching": False}),
     ],
-    ids=["chunks", "preemption", "uncached"],
 )
 def test_grammars_hold_through_chunks_preemption_and_beside_free_requests(
-    monkeypatch, settings, is_async
+    monkeypatch, happens, settings, backend, is_async
 ) -> None:
-    settings["scheduler__async_scheduling"] = is_async
-    llm = engine(monkeypatch, **settings)
+    settings = {"cache__block_size": 4, "scheduler__async_scheduling": is_async, **settings}
+    if backend in ("xgrammar", "guidance"):
+        settings["structured_outputs__disable_any_whitespace"] = True
+    llm = engine(monkeypatch, structured_outputs__backend=backend, **settings)
+    note_schedule(llm, noted := Counter())
     free = SamplingParams(max_tokens=30, ignore_eos=True)
-    params = [constrained("json"), free, constrained("regex"), free, constrained("json")]
-    prompts = [f"the quick brown fox jumps over {i}" for i in range(5)]
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    answers = [output.outputs[0] for output in outputs]
-    for i, kind in ((0, "json"), (2, "regex"), (4, "json")):
-        assert KINDS[kind][1](answers[i].text), answers[i].text
-    assert len(answers[1].token_ids) == len(answers[3].token_ids) == 30
-    again = llm.generate(prompts, params, use_tqdm=False)
-    assert KINDS["json"][1](again[0].outputs[0].text)
+    schema = StructuredOutputsParams(json=SCHEMAS[backend])
+    json_params = SamplingParams(structured_outputs=schema, max_tokens=120, n=2)
+    params = [json_params, free, constrained("regex", n=2), free, json_params]
+    prompts = [f"the quick brown fox jumps over {i} and over again" for i in range(5)]
+    for _ in range(2):  # the second time prompts are cached
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        for i in (0, 4):
+            assert len(outputs[i].outputs) == 2
+            for answer in outputs[i].outputs:
+                assert answer.finish_reason == "stop", answer.text
+                jsonschema.validate(json.loads(answer.text), SCHEMAS[backend])
+        for answer in outputs[2].outputs:
+            assert answer.finish_reason == "stop" and KINDS["regex"][1](answer.text)
+        assert len(outputs[1].outputs[0].token_ids) == len(outputs[3].outputs[0].token_ids) == 30
+    assert happens == "uncached" or noted[happens] > 0
+    assert (noted["cached"] == 0) == (happens == "uncached")
 
 
 def test_an_answer_ends_with_its_grammar_whatever_else_the_request_says(monkeypatch) -> None:
@@ -113,11 +158,15 @@ def test_stop_strings_and_lengths_end_an_answer_before_its_grammar(monkeypatch) 
     regex = StructuredOutputsParams(regex="[0-9]{40}")
     cut = generate(llm, SamplingParams(structured_outputs=regex, max_tokens=7))[0]
     assert cut.finish_reason == "length" and re.fullmatch("[0-9]{7}", cut.text)
-    one = cut.text[2:4]
-    stopped = generate(
-        llm, SamplingParams(structured_outputs=regex, max_tokens=60, stop=list("0123456789"))
-    )
-    assert stopped[0].finish_reason == "stop" and stopped[0].text == "" and one
+    llm = engine(monkeypatch, script=lambda req_id, position: script("r", position))
+    whole = generate(llm, constrained("json"))[0].text
+    stop = '"b"'
+    assert stop in whole[4:]
+    for included in (False, True):
+        params = constrained("json", stop=[stop, "never"], include_stop_str_in_output=included)
+        stopped = generate(llm, params)[0]
+        assert stopped.finish_reason == "stop" and stopped.stop_reason == stop
+        assert stopped.text == whole[: whole.index(stop) + len(stop) * included]
 
 
 def test_parameters_may_be_shared_and_are_looked_at_once(monkeypatch) -> None:

@@ -22,6 +22,8 @@ class BaseThinkingReasoningParser(ReasoningParser):
     end_token: str = ""
     begins_with_reasoning = False
     """Whether an answer is reasoning from its begin on, without the start token."""
+    drops_ends = False
+    """Whether end tokens after the first one are left out of the content."""
 
     def __init__(self, tokenizer: Tokenizer, *args: Any, **kwargs: Any) -> None:
         """RuntimeError for a vocabulary without the two tokens; ValueError without a tokenizer, or
@@ -39,8 +41,9 @@ class BaseThinkingReasoningParser(ReasoningParser):
                 f"tokenizer: no {' and no '.join(missing)}"
             )
         self.start_token_id, self.end_token_id = (self.vocab[token] for token in tokens)
+        self._tokens = tokens
         self._num_seen = 0
-        self._started = self._ended = False
+        self._started = self._ended = self._end_shown = False
 
     @property
     def reasoning_start_str(self) -> str:
@@ -89,7 +92,11 @@ class BaseThinkingReasoningParser(ReasoningParser):
         """All is reasoning until the end token, whether or not the start token is there."""
         before, start, after = model_output.partition(self.start_token)
         reasoning, _, content = (after if start else before).partition(self.end_token)
-        return reasoning, content or None
+        return reasoning, self._content(content) or None
+
+    def _content(self, text: str) -> str:
+        """What of a text after the reasoning is shown."""
+        return text.replace(self.end_token, "") if self.drops_ends else text
 
     def extract_reasoning_streaming(
         self,
@@ -100,25 +107,31 @@ class BaseThinkingReasoningParser(ReasoningParser):
         current_token_ids: Sequence[int],
         delta_token_ids: Sequence[int],
     ) -> DeltaMessage | None:
-        """By the two tokens' ids; a delta that is one of them says nothing."""
+        """By the two tokens' ids; a delta that is the first of one says nothing."""
         if self._num_seen != len(previous_token_ids):  # what was before is new to this parser
             self._started = self.start_token_id in previous_token_ids
             self._ended = self.end_token_id in previous_token_ids
+            self._end_shown = self.end_token in previous_text
         self._num_seen = len(previous_token_ids) + len(delta_token_ids)
         had_started, had_ended = self._started, self._ended
         starts, ends = self.start_token_id in delta_token_ids, self.end_token_id in delta_token_ids
         self._started |= starts
         self._ended |= ends
-        if len(delta_token_ids) == 1 and (starts or ends):
-            return None
+        if self._end_shown:
+            return DeltaMessage(content=self._content(delta_text))
         # A text may come later than its tokens, so that the end token's text comes after its id.
         late = self.end_token in delta_text
+        self._end_shown = late
+        first = (starts and not had_started) or (ends and not had_ended)
+        if len(delta_token_ids) == 1 and first and delta_text in ("", *self._tokens):
+            return None
         if (had_ended and not late) or not (self._started or self.begins_with_reasoning):
-            return DeltaMessage(content=delta_text)
+            return DeltaMessage(content=self._content(delta_text))
         if starts and not had_started:
-            delta_text = delta_text.rpartition(self.start_token)[2]
+            before, start, after = delta_text.partition(self.start_token)
+            delta_text = after if start else before
         reasoning, end, content = delta_text.partition(self.end_token)
-        return DeltaMessage(reasoning or None, (content or None) if end else None)
+        return DeltaMessage(reasoning or None, (self._content(content) or None) if end else None)
 
 
 class DeepSeekR1ReasoningParser(BaseThinkingReasoningParser):
@@ -136,6 +149,7 @@ class MiniMaxM2ReasoningParser(DeepSeekR1ReasoningParser):
 class Qwen3ReasoningParser(DeepSeekR1ReasoningParser):
     """Qwen 3, which does not reason where its template is told `enable_thinking=False`."""
 
+    drops_ends = True
     told_by: tuple[str, ...] = ("enable_thinking",)
     """Arguments of the template, of which one that is false switches the reasoning off."""
 
@@ -152,7 +166,7 @@ class Qwen3ReasoningParser(DeepSeekR1ReasoningParser):
     def extract_reasoning(self, model_output: str, request: Any) -> tuple[str | None, str | None]:
         """All is content where there is no reasoning."""
         if not self.thinks:
-            return None, model_output.rpartition(self.end_token)[2]
+            return None, self._content(model_output)
         return super().extract_reasoning(model_output, request)
 
     def extract_reasoning_streaming(
@@ -166,7 +180,7 @@ class Qwen3ReasoningParser(DeepSeekR1ReasoningParser):
     ) -> DeltaMessage | None:
         """See BaseThinkingReasoningParser; all is content where there is no reasoning."""
         if not self.thinks:
-            return DeltaMessage(content=delta_text)
+            return DeltaMessage(content=self._content(delta_text))
         texts = (previous_text, current_text, delta_text)
         ids = (previous_token_ids, current_token_ids, delta_token_ids)
         return super().extract_reasoning_streaming(*texts, *ids)

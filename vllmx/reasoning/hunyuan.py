@@ -37,6 +37,8 @@ class HYV3ReasoningParser(Qwen3ReasoningParser):
     """Hy 3: a suffix of the tokenizer's own is part of its tokens; without `reasoning_effort` it
     does not reason."""
 
+    drops_ends = False
+
     def __init__(self, tokenizer: Tokenizer, *args: Any, **kwargs: Any) -> None:
         """`chat_template_kwargs`: what the template was told."""
         suffix = (getattr(tokenizer, "init_kwargs", None) or {}).get("token_suffix") or ""

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,16 @@ class LMFormatEnforcerBackend(StructuredOutputBackend):
     @cached_property
     def tokenizer_data(self) -> Any:
         """The tree of the vocabulary."""
+        return self._make_tree(frozenset())
+
+    @cached_property
+    def json_tokenizer_data(self) -> Any:
+        """The same for JSON, whose strings hold no control characters; the library knows of line
+        ends alone."""
+        return self._make_tree(set(range(32)) - set(b"\n\r"))
+
+    def _make_tree(self, without: Container[int]) -> Any:
+        """The tree of all tokens but those with a byte `without`."""
         import lmformatenforcer
 
         pieces = token_bytes(self.tokenizer, self.vocab_size)
@@ -41,7 +51,7 @@ class LMFormatEnforcerBackend(StructuredOutputBackend):
         for token_id, data in enumerate(pieces):
             text = data.decode(errors="replace")
             # Whole characters stand for themselves, whatever came before.
-            if data:
+            if data and not any(byte in without for byte in data):
                 tokens.append((token_id, text, text.encode() == data))
         ends = end_token_ids(self.vllm_config.model_config, self.tokenizer, self.vocab_size)
         return lmformatenforcer.TokenEnforcerTokenizerData(
@@ -60,11 +70,15 @@ class LMFormatEnforcerBackend(StructuredOutputBackend):
         if self.num_speculative_tokens > 0:
             raise ValueError("LM Format Enforcer backend does not support speculative tokens")
         parser = character_parser(request_type, grammar_spec, self.json_options(options))
-        return LMFormatEnforcerGrammar(lmformatenforcer.TokenEnforcer(self.tokenizer_data, parser))
+        kind = StructuredOutputOptions
+        is_json = request_type in (kind.JSON, kind.JSON_OBJECT)
+        tree = self.json_tokenizer_data if is_json else self.tokenizer_data
+        return LMFormatEnforcerGrammar(lmformatenforcer.TokenEnforcer(tree, parser))
 
     def destroy(self) -> None:
-        """Drop the tree."""
+        """Drop the trees."""
         self.__dict__.pop("tokenizer_data", None)
+        self.__dict__.pop("json_tokenizer_data", None)
 
 
 @dataclass

@@ -9,6 +9,7 @@ each sub-schema is a type with that type's keywords, a value, a reference, or a 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ _SCHEMA += ("unevaluatedItems", "items", "contains", "propertyNames", "not", "if
 _LISTS: Names = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
 _MAPS: Names = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _MAPS += ("dependencies",)
+_COMBINE: Names = ("$ref", "anyOf", "oneOf", "allOf")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 """Keywords whose value is a number of things."""
 
@@ -41,6 +43,14 @@ _WHOLE += ("allOf", "not", "if", "then", "else", "extends", "disallow", "divisib
 _WHOLE += ("$dynamicAnchor",)
 _KNOWN = frozenset().union(*_OF_TYPE.values(), _WHOLE, ("type",))
 """Keywords that decide what is valid; all others are notes."""
+_PLAIN = re.compile(
+    r"""(?: [^\\"\[.\x00-\x1f] | \\[dw.*+?()\[\]{}|^$/-]
+        | \[(?!\^) (?: [a-z]-[a-z] | [A-Z]-[A-Z] | [0-9]-[0-9] | -(?=\])
+            | [^\\"\]\[\x00-\x1f-] | \\[dw.*+?()\[\]{}|^$/-] )+ \]
+    )*""",
+    re.VERBOSE,
+)
+"""Patterns whose matches hold no quote, backslash or control character."""
 _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,),
     "integer": (int,),
@@ -65,6 +75,10 @@ class SchemaSupport:
     """Groups of keywords of which it enforces one at a time."""
     takes_any: bool = True
     """Whether it knows a schema that allows anything: true, {} or no `type`."""
+    plain_patterns: bool = False
+    """Whether it writes what a pattern allows as it is, a quote or a control character too."""
+    takes_values: bool = True
+    """Whether it knows values of `const` and `enum` that are not all strings."""
     names_required: bool = True
     """Whether it enforces `required` of properties that are not described."""
 
@@ -75,14 +89,14 @@ _NUMBERS = "minimum maximum exclusiveMinimum exclusiveMaximum"
 XGRAMMAR = SchemaSupport(
     "xgrammar",
     frozenset(
-        f"""$ref const enum anyOf minLength maxLength pattern format {_NUMBERS} items prefixItems
-        minItems maxItems properties required additionalProperties minProperties
-        maxProperties""".split()
+        f"""$ref const enum anyOf pattern format {_NUMBERS} items prefixItems minItems maxItems
+        properties required additionalProperties minProperties maxProperties""".split()
     ),
     frozenset(_FORMATS.split()),
-    (("pattern", "format", "minLength"), ("pattern", "format", "maxLength")),
+    (("pattern", "format"),),
     names_required=False,
 )
+"""In strings of a `minLength` or `maxLength` it allows control characters, which JSON does not."""
 OUTLINES = SchemaSupport(
     "outlines",
     frozenset(
@@ -91,19 +105,23 @@ OUTLINES = SchemaSupport(
     ),
     frozenset("date-time date time uuid uri email".split()),
     (("pattern", "format", "minLength"), ("pattern", "format", "maxLength")),
+    plain_patterns=True,
     names_required=False,
 )
 ENFORCER = SchemaSupport(
     "lm-format-enforcer",
     frozenset(
-        """$ref const enum anyOf minLength maxLength pattern items minItems maxItems
+        """$ref const enum anyOf maxLength pattern items minItems maxItems
         properties required additionalProperties""".split()
     ),
     frozenset(),
-    (("pattern", "minLength"), ("pattern", "maxLength")),
+    (("pattern", "maxLength"),),
     takes_any=False,
+    plain_patterns=True,
+    takes_values=False,
     names_required=False,
 )
+"""A string that has its `minLength` may end without a quote."""
 
 
 def unsupported_feature(schema: Any, support: SchemaSupport) -> str | None:
@@ -125,12 +143,49 @@ def misread_by_guidance(schema: Any) -> str | None:
         if not isinstance(node, dict):
             continue
         own_ids += path != "#" and bool({"$id", "id"} & node.keys())
+        if "additionalItems" in node and "prefixItems" in node:
+            return f"'additionalItems' together with 'prefixItems' (at {path})"
         for name in ("exclusiveMinimum", "exclusiveMaximum"):
             if isinstance(node.get(name), bool):
                 return f"'{name}' that is no number (at {path})"
         target = node.get("$ref")
         if own_ids and isinstance(target, str) and not target.startswith("#"):
             return f"'$ref' to {target!r} beside '$id' of a part (at {path})"
+    return _misread_numbers(schema)
+
+
+def _misread_numbers(schema: Any) -> str | None:
+    """Bounds that llguidance misreads: a multiple below zero can't be written, and of two bounds
+    less than one apart a whole exclusive one is let through."""
+    nodes = [(path, node) for path, node in subschemas(schema) if isinstance(node, dict)]
+    groups = [[pair] for pair in nodes]
+    if any(name in node for _, node in nodes for name in _COMBINE):
+        groups = [nodes]  # what one says counts for others
+    for group in groups:
+        found: dict[str, list[tuple[float, str]]] = {name: [] for name in _OF_TYPE["number"]}
+        for path, node in group:
+            for name in found.keys() & node.keys():
+                if isinstance(node[name], (int, float)):
+                    found[name].append((node[name], path))
+        for name in ("maximum", "exclusiveMaximum"):
+            for value, path in found[name]:
+                if found["multipleOf"] and (value < 0 or (value == 0 and name != "maximum")):
+                    return f"'multipleOf' together with '{name}' below zero (at {path})"
+        lower, upper = ("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")
+        for (exclusive, _), others in ((lower, upper), (upper, lower)):
+            for value, path in found[exclusive]:
+                near = [name for name in others for to, _ in found[name] if abs(to - value) < 1]
+                if near and value == int(value):
+                    return f"'{exclusive}' less than one from '{near[0]}' (at {path})"
+    return None
+
+
+def empty_list(schema: Any) -> str | None:
+    """A list of choices that leaves none, with its place."""
+    for path, node in subschemas(schema):
+        for name in ("enum", "type", "anyOf", "oneOf", "allOf"):
+            if isinstance(node, dict) and node.get(name) == []:
+                return f"'{name}' is an empty list (at {path})"
     return None
 
 
@@ -178,6 +233,8 @@ def _unsupported_here(node: dict[str, Any], path: str, support: SchemaSupport) -
             return f"'required' of {sorted(unnamed)[0]!r}, which is not among 'properties'"
     if types == "string" and "format" in node and node["format"] not in support.formats:
         return f"format '{node['format']}'"
+    if support.plain_patterns and "pattern" in node and not _PLAIN.fullmatch(str(node["pattern"])):
+        return "'pattern' of more than letters, digits and signs that JSON writes as they are"
     if isinstance(node.get("items"), list):
         return "'items' as a list"
     return None
@@ -192,8 +249,8 @@ def _unsupported_whole(
         return f"'{name}' together with '{whole[1]}'"
     if name in ("const", "enum"):
         values = node["enum"] if name == "enum" else [node["const"]]
-        if not support.takes_any and any(isinstance(value, (dict, list)) for value in values):
-            return f"'{name}' of objects or lists"
+        if not support.takes_values and not all(isinstance(value, str) for value in values):
+            return f"'{name}' with values that are no strings"
         if others == ["type"] and isinstance(values, list):
             if all(_is_of_type(value, node["type"]) for value in values):
                 return None

@@ -10,9 +10,10 @@ refused, and with backend `auto` the next library is asked.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from copy import copy
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from vllmx.exceptions import VLLMValidationError
@@ -23,6 +24,7 @@ from vllmx.structured_output.schema_features import (
     OUTLINES,
     XGRAMMAR,
     SchemaSupport,
+    empty_list,
     misread_by_guidance,
     texts_of,
     unsupported_feature,
@@ -168,10 +170,18 @@ def _ask(
         except RecursionError:
             reason = "it is nested too deep"
         except Exception as error:  # of three libraries, each with errors of its own
-            reason = str(error) or type(error).__name__
+            reason = _said(error)
         if first:
             reasons.append(f"{name}: {reason}")
     return None
+
+
+_OF_XGRAMMAR = re.compile(r"\[\d+:\d+:\d+\] \S+\.cc:\d+: ")
+"""The time and a place in its own source, which its messages have before what they say."""
+
+
+def _said(error: Exception) -> str:
+    return _OF_XGRAMMAR.sub("", str(error)).strip() or type(error).__name__
 
 
 def _check_xgrammar(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, str]:
@@ -222,7 +232,29 @@ def _check_guidance(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, 
     text = serialize_guidance_grammar(kind, spec, options)
     if error := LLMatcher.validate_grammar(text, None):
         raise ValueError(f"Grammar error: {error}")
+    if kind == Kind.JSON and not _can_begin(text):
+        raise ValueError("Grammar error: no answer can be written")
     return kind, spec
+
+
+@cache
+def _byte_tokenizer() -> Any:
+    """llguidance's tokenizer of a token a byte: what can be written with it, any other can."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")
+
+
+def _can_begin(grammar: str) -> bool:
+    """Whether a grammar of llguidance has anything to begin an answer with but its end."""
+    from llguidance import LLMatcher
+
+    tokenizer = _byte_tokenizer()
+    matcher = LLMatcher(tokenizer, grammar)
+    if error := matcher.get_error():
+        raise ValueError(f"Grammar error: {error}")
+    first = int.from_bytes(matcher.compute_bitmask(), "little")
+    return bool(first & ~(1 << tokenizer.eos_token))
 
 
 def _check_outlines(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, str]:
@@ -282,6 +314,8 @@ def _parse_schema(spec: str) -> Any:
         raise ValueError(f"Invalid JSON grammar specification. {error}") from error
     if not isinstance(schema, (dict, bool)):
         raise ValueError(f"a JSON schema is an object or a boolean, not {spec[:40]!r}")
+    if empty := "'false' (at #)" if schema is False else empty_list(schema):
+        raise ValueError(f"no value is valid: {empty}")
     return schema
 
 

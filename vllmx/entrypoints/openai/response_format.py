@@ -96,7 +96,7 @@ def structured_outputs_of(
             )
         return replace(StructuredOutputsParams(**constraint), **asked)
     except ValueError as error:
-        raise VLLMValidationError(str(error), parameter="structured_outputs") from None
+        raise VLLMValidationError(str(error.args[0]), parameter="structured_outputs") from None
 
 
 def _constraint(response_format: ResponseFormat) -> dict[str, Any]:
