@@ -19,6 +19,12 @@ def rms(x, weight, epsilon, variance_size=None, mean=False, eps=None, drop=0):
     return (wide if weight is None else wide.to(weight.dtype) * weight).to(x.dtype)
 
 
+def _height_and_width_swapped(positions, *others, **named):
+    from vllmx.ir.ops.rotary import mrotary_embedding
+
+    return mrotary_embedding.fn(positions[[0, 2, 1]], *others, **named)
+
+
 def _rotated(change):
     def fn(positions, query, key, head_size, cos_sin_cache, is_neox_style=True):
         from vllmx.ir.ops.rotary import rotary_embedding
@@ -286,6 +292,7 @@ FAULTS = {
         "gelu_and_mul",
         lambda x, approximate: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     ),
+    "height and width swapped": ("mrotary_embedding", _height_and_width_swapped),
     "next position": (
         "rotary_embedding",
         _rotated(lambda p, q, k, h, c, n: (p + 1, q, k, h, c, n)),
