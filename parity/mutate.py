@@ -59,6 +59,8 @@ class Mutant:
         kind, _, rest = self.by.partition(" ")
         if kind == "replay":
             feature, provider = rest.split()
+            if feature.startswith(("op.", "model.")) and "/" not in feature:
+                feature += "/"  # that one, not all whose names begin so
             select = [f"select={feature}", f"provider={provider}"]
             return ["-m", "vllmx", "parity", "replay", *select, "output_dir=evidence"]
         if kind == "schedule":
