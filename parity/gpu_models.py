@@ -43,7 +43,7 @@ def record(select: str | None, check: bool, folder: Path = FOLDER) -> int:
     chosen = [
         entry
         for entry in MODELS.values()
-        if any(name.startswith(word) for name in (entry.feature, entry.name) for word in words)
+        if any(f"{n}/".startswith(w) for n in (entry.feature, entry.name) for w in words)
     ]
     if not chosen:
         print(f"no model is called like {select}; they are {', '.join(MODELS)}")

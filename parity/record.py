@@ -252,7 +252,7 @@ def record_models(select: str | None, check: bool, folder: Path = golden.MODELS)
     chosen = [
         entry
         for entry in MODELS.values()
-        if any(n.startswith(w) for n in (entry.feature, entry.name) for w in words)
+        if any(f"{n}/".startswith(w) for n in (entry.feature, entry.name) for w in words)
     ]
     for entry, answers in ask_models(chosen):
         if isinstance(answers, GoldenError):

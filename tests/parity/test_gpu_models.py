@@ -53,7 +53,7 @@ def oracle(monkeypatch):
 
 
 def test_eager_steps_are_asked_what_the_graphs_said(oracle, tmp_path, capsys) -> None:
-    assert gpu_models.record(f"model.{NAME}", check=False, folder=tmp_path) == 0
+    assert gpu_models.record(f"model.{NAME}/", check=False, folder=tmp_path) == 0
     (first, no_words), (second, words) = oracle
     assert no_words == [] and words == ["--eager"]
     assert first["prompts"] and not second["prompts"]
