@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from vllmx.tiny.configs import SIZES, config_of
 from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
 from vllmx.tiny.sparse_configs import GENERATION_CONFIGS
-from vllmx.tiny.tensors import layout_of, shapes
+from vllmx.tiny.tensors import shapes
 from vllmx.tiny.tokenizer import tokenizer_files
 from vllmx.tiny.twins import TWINS
 
@@ -74,11 +74,9 @@ def save(name: str, folder: Path) -> None:
         said = json.dumps(GENERATION_CONFIGS[name], indent=2)
         (folder / "generation_config.json").write_text(said + "\n")
     tensors = {key: weight(name, key, shape, less_one) for key, shape in shapes(config).items()}
-    hybrid = "linear_num_key_heads" in text
-    if "num_experts" in text or sparse or hybrid or layout_of(config) is not None:
-        # A provider that rounds weights to half precision must send tokens to the same experts, and
-        # a model is judged by what it computes, not by what its weights lose.
-        tensors = {key: as_bfloat16(tensor) for key, tensor in tensors.items()}
+    # A provider that rounds weights to half precision must send tokens to the same experts, and a
+    # model is judged by what it computes, not by what its weights lose.
+    tensors = {key: as_bfloat16(tensor) for key, tensor in tensors.items()}
     if name.endswith(QUIET):
         quiet = {k: t / 16 for k, t in tensors.items() if ".experts." in k and "down_proj" in k}
         tensors |= quiet
