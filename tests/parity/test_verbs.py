@@ -84,6 +84,7 @@ def test_device_and_cache_keep_their_groups():
         ([], "needs a verb: one of census"),
         (["replay", "ops.rms_norm"], "begins with 'ops.rms_norm'. Did you mean op"),
         (["replay", "op.rms_norm/zzz"], "select=op.rms_norm/zzz: no case is called so"),
+        (["replay", "model.tiny-llama/x"], "select=model.tiny-llama/x: no case is called so"),
         (["replay", "op.rms_norm/plain,op.rms_norm/zzz"], "select=op.rms_norm/zzz: no case"),
         (["replay", "text.chat/zzz,op.embedding"], "select=text.chat/zzz: no case"),
         (["replay", "model.smollm2-135m,x.y"], "begins with 'x.y'."),
