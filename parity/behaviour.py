@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from .closure import code_of
+from .closure import code_of, dump
 
 PACKAGES = ("vllmx", "parity", "oracles")
 
@@ -104,7 +104,7 @@ class Closures:
 
     def _code(self, name: str) -> str:
         if name.endswith(".py"):
-            return _sha(ast.dump(self.tree(name)).encode())
+            return _sha(dump(self.tree(name)).encode())
         return self.text(name)
 
     def _outer(self, name: str) -> str:

@@ -19,6 +19,7 @@ import ast
 import hashlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -305,7 +306,14 @@ def code_of(source: str | bytes) -> str:
             and isinstance(body[0].value.value, str)
         ):
             child.body = body[1:]
-    return ast.dump(tree)
+    return dump(tree)
+
+
+def dump(tree: ast.AST) -> str:
+    """Text of a tree that every Python from 3.11 on gives: 3.12 added parameters of types, which a
+    tree that Python 3.11 reads has none of, and 3.13 leaves empty lists out unless it is asked."""
+    options: dict[str, Any] = {"show_empty": True} if sys.version_info >= (3, 13) else {}
+    return ast.dump(tree, **options).replace(", type_params=[]", "")
 
 
 def _normal(node: ast.AST) -> str:

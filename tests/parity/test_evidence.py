@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of evidence and closure hashes: what was shown can't be edited, and what changed is seen."""
 
+import ast
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 
@@ -281,3 +283,19 @@ def test_symbols_of_our_own_functions():
     cpu = closure.items(["vllmx/kernels/cpu_ops.py:_rms_norm"])
     assert "vllmx/kernels/cpu_ops.py:_doubled" in cpu
     assert "vllmx/ir/ops/layernorm.py:rms_norm" in cpu
+
+
+def test_a_tree_has_one_text_for_every_python(monkeypatch) -> None:
+    source = "class A:\n    def f(self, x: int = 1) -> str:\n        return f'{x!r} {x:>3}'\n"
+    tree = ast.parse(source)
+    plain = ast.dump(tree)
+    known = closure.dump(tree)
+    assert "type_params" not in known
+
+    def of_312(tree: ast.AST, **options: object) -> str:
+        """What Python 3.12 says of functions and classes."""
+        return re.sub(r"(decorator_list=\[\][^)]*?)\)", r"\1, type_params=[])", plain)
+
+    monkeypatch.setattr(closure.ast, "dump", of_312)
+    assert "type_params" in closure.ast.dump(tree)
+    assert closure.dump(tree) == known
