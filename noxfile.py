@@ -44,6 +44,12 @@ def shared_python(session: nox.Session, *packages: str) -> str:
     return python
 
 
+def fetch_models(session: nox.Session, python: str) -> None:
+    """The two real models that goldens and texts are of."""
+    for name in ("smollm2-135m", "gemma3-270m"):
+        session.run(python, "-m", "vllmx", "fetch", name)
+
+
 @nox.session
 def demo(session: nox.Session) -> None:
     """Install vllmx and print the greedy answer of a small real model."""
@@ -93,15 +99,8 @@ def upstream(session: nox.Session) -> None:
     """Run upstream's own unit tests of the engine core against vllmx; rewrites their report."""
     python = shared_python(session)
     session.run(python, "-m", "vllmx", "fetch", "smollm2-135m")
-    session.run(
-        python,
-        "-m",
-        "vllmx",
-        "parity",
-        "upstream-tests",
-        "parity.output_dir=reports",
-        *session.posargs,
-    )
+    command = ["vllmx", "parity", "upstream-tests", "parity.output_dir=reports"]
+    session.run(python, "-m", *command, *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -117,8 +116,7 @@ def overhead(session: nox.Session) -> None:
 def parity(session: nox.Session) -> None:
     """From a fresh clone to the report: replay the goldens, run the named tests, write reports/."""
     python = shared_python(session)
-    session.run(python, "-m", "vllmx", "fetch", "smollm2-135m")
-    session.run(python, "-m", "vllmx", "fetch", "gemma3-270m")
+    fetch_models(session, python)
     session.run(python, "-m", "parity.nightly", "--short", *session.posargs)
 
 
@@ -126,8 +124,7 @@ def parity(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Everything that this machine can show within a time box: nox -s nightly -- --minutes 60."""
     python = shared_python(session)
-    session.run(python, "-m", "vllmx", "fetch", "smollm2-135m")
-    session.run(python, "-m", "vllmx", "fetch", "gemma3-270m")
+    fetch_models(session, python)
     session.run(python, "-m", "parity.nightly", *session.posargs)
 
 
@@ -166,7 +163,6 @@ def record(session: nox.Session) -> None:
         session.error(f"{oracle} is missing; make it with nox -s oracle")
     python = shared_python(session)
     if kind in ("models", "text"):
-        session.run(python, "-m", "vllmx", "fetch", "smollm2-135m")
-        session.run(python, "-m", "vllmx", "fetch", "gemma3-270m")
+        fetch_models(session, python)
     command = ["vllmx", "parity", "record", "--select", prefixes[kind], *options]
     session.run(python, "-m", *command, env={"VLLMX_ORACLE_PYTHON": str(oracle)})

@@ -22,7 +22,7 @@ from . import golden
 from .checkpoints import oracle_folder
 from .golden import GoldenError
 from .model_golden import pack_answer
-from .model_table import MODELS, ModelEntry
+from .model_table import MODELS, ModelEntry, chosen
 from .oracle_process import OracleBlocked, call
 
 ORACLE = "vllm_gpu_model"
@@ -39,18 +39,13 @@ KEPT = ("lp.val", "lp.next", "lp.top")
 
 def record(select: str | None, check: bool, folder: Path = FOLDER) -> int:
     """Record the selected models, several at a time; returns the gravest exit code of any."""
-    words = [word.strip() for word in (select or "").split(",")]
-    chosen = [
-        entry
-        for entry in MODELS.values()
-        if any(f"{n}/".startswith(w) for n in (entry.feature, entry.name) for w in words)
-    ]
-    if not chosen:
+    entries = chosen(select)
+    if not entries:
         print(f"no model is called like {select}; they are {', '.join(MODELS)}")
         return 2
     codes, changed = [], 0
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        asked = {pool.submit(ask_both, entry): entry for entry in chosen}
+        asked = {pool.submit(ask_both, entry): entry for entry in entries}
         for future in as_completed(asked):
             name = asked[future].name
             try:

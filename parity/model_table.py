@@ -48,16 +48,6 @@ STRADDLED = (8, 9, 16, 17)
 PROVIDERS = {"torch": ["torch"], "auto": []}
 """Provider of a cell -> kernel.default_priority: every op by its definition, or what is default."""
 
-QWEN2_TEXT = [
-    [785, 6722, 315, 9625, 374],
-    [750, 75698, 1445, 982],
-    [12522, 5193, 264, 882, 11, 304, 264, 2613, 14126, 553, 279, 9396, 11],
-    [28253, 88955, 518],
-    [852, 2326, 5711, 315, 264, 5567, 7974, 510, 16, 13],
-    [785, 3974, 13876, 38835],
-    [641, 220, 16, 24, 21, 24, 11, 279, 1156, 12677],
-    [48, 25, 3555, 374, 220, 16, 17, 3039, 220, 16, 17, 5267, 32, 25],
-]
 ANTIBODIES = [
     [31, 26, 8, 22, 18, 14, 22, 8, 20, 10, 10, 10],
     [31, 26, 18, 22, 18, 14, 22, 18, 20, 10, 5, 8, 22, 13, 13, 17, 10, 5, 20],
@@ -104,8 +94,6 @@ TEXT = {
             236881,
         ],
     ],
-    "qwen2.5-coder-0.5b": QWEN2_TEXT,
-    "qwen2.5-coder-1.5b": QWEN2_TEXT,
     "iglm": ANTIBODIES,
     "iglm-s": ANTIBODIES,
 }
@@ -140,6 +128,11 @@ class ModelEntry:
     def feature(self) -> str:
         """What evidence rows call it."""
         return f"model.{self.name}"
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What it is called in `select=`."""
+        return self.feature, self.name
 
     def golden(self, lane: str) -> str:
         """Path of a lane's golden under goldens/models."""
@@ -250,15 +243,21 @@ def modes_of(entry: ModelEntry, provider: str, device: str = "cpu") -> tuple[str
     return ("bs1",) if provider == "torch" and entry.quantised else MODES
 
 
+def chosen(select: str | None) -> list[ModelEntry]:
+    """The models that `select` names: prefixes of model.NAME/ or NAME/, by comma; None: all."""
+    words = [word.strip() for word in (select or "").split(",")]
+    return [
+        entry
+        for entry in MODELS.values()
+        if any(f"{name}/".startswith(word) for name in entry.names for word in words)
+    ]
+
+
 def expected(
     select: str | None = None, provider: str | None = None, device: str = "cpu"
 ) -> Iterator[ModelCell]:
-    """Every cell of a device that `select` (prefixes of model.NAME/ or NAME/, by comma) and
-    `provider` leave."""
-    words = [word.strip() for word in select.split(",")] if select else [""]
-    for entry in MODELS.values():
-        if not any(f"{n}/".startswith(w) for n in (entry.feature, entry.name) for w in words):
-            continue
+    """Every cell of a device that `select` (see `chosen`) and `provider` leave."""
+    for entry in chosen(select):
         for name in PROVIDERS:
             if provider in (None, name):
                 modes = modes_of(entry, name, device)

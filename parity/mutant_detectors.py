@@ -16,6 +16,7 @@ from pathlib import Path
 
 from . import policy
 from .behaviour import Closures
+from .digests import file_sha
 
 START = {"replay": "parity/replay.py", "schedule": "parity/replay_schedule.py"}
 """First word of a detector -> the file that runs it; any other detector is a test."""
@@ -74,4 +75,4 @@ class Detectors:
 
 
 def _bytes_sha(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    return file_sha(path) if path.is_file() else ""

@@ -245,16 +245,10 @@ def record(
 def record_models(select: str | None, check: bool, folder: Path = golden.MODELS) -> int:
     """Record the selected models; returns the exit code of the verb."""
     from .model_golden import record as ask_models
-    from .model_table import MODELS
+    from .model_table import chosen
 
     code = 0
-    words = [word.strip() for word in (select or "").split(",")]
-    chosen = [
-        entry
-        for entry in MODELS.values()
-        if any(f"{n}/".startswith(w) for n in (entry.feature, entry.name) for w in words)
-    ]
-    for entry, answers in ask_models(chosen):
+    for entry, answers in ask_models(chosen(select)):
         if isinstance(answers, GoldenError):
             print(f"{entry.name}: {answers}")
             code = max(code, 3 if isinstance(answers, OracleBlocked) else 2)
@@ -283,7 +277,7 @@ def _names(select: str, oracle: str | None) -> set[str]:
     from .schedule_traces import specs
 
     if oracle == gpu_models.ORACLE:
-        return {name for entry in MODELS.values() for name in (entry.feature, entry.name)}
+        return {name for entry in MODELS.values() for name in entry.names}
     if oracle is not None:
         return op_names()
     # A trace takes its time to be drawn: only where one is asked for.

@@ -61,9 +61,8 @@ def _codes(impl: IrOpImpl) -> dict[CodeType, str]:
     """Code of each function that serves the op, and its provider: that of `impl` where two have the
     same function."""
     codes = {}
-    for name, other in {**impl.op.impls, impl.provider: impl}.items():
-        code = getattr(inspect.unwrap(other.fn), "__code__", None)
+    for each in (*impl.op.impls.values(), impl):  # the last one said counts
+        code = getattr(inspect.unwrap(each.fn), "__code__", None)
         if code is not None:
-            codes[code] = name
-    own = getattr(inspect.unwrap(impl.fn), "__code__", None)
-    return {**codes, **({own: impl.provider} if own is not None else {})}
+            codes[code] = each.provider
+    return codes

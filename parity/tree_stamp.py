@@ -8,7 +8,6 @@ times are.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from vllmx.exceptions import UserError
 
 from . import evidence
+from .digests import file_sha
 
 PROPERTY = "parity.tree"
 """Name of the property of a JUnit file that holds it, and of the line of a table."""
@@ -63,4 +63,4 @@ def _sources(root: Path) -> Iterator[str]:
 
 
 def _sha(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS] if path.is_file() else ""
+    return file_sha(path)[:DIGITS] if path.is_file() else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from alone_and_together import assert_alone_as_together
 
 from vllmx.attention.backend import CommonAttentionMetadata
 from vllmx.config import KernelConfig, RunConfig, finalize
@@ -62,17 +63,7 @@ def test_a_padding_request_is_zero_with_sinks_too() -> None:
 
 @pytest.mark.parametrize("provider", ["torch", "triton"])
 def test_a_token_alone_and_in_a_batch(provider: str) -> None:
-    given = inputs()
-    impl = OPS["paged_attention"].impls[provider]
-    together = impl.invariant_fn(**given)
-    starts = given["query_start_loc"].tolist()
-    for row in range(len(starts) - 1):
-        span = slice(starts[row], starts[row + 1])
-        one = {**given, "query": given["query"][span]}
-        one["query_start_loc"] = torch.tensor([0, span.stop - span.start], dtype=torch.int32)
-        for name in ("block_table", "seq_lens"):
-            one[name] = given[name][row : row + 1]
-        assert torch.equal(impl.invariant_fn(**one), together[span])
+    assert_alone_as_together(provider, inputs())
 
 
 def test_backends_without_sinks_refuse_by_name() -> None:

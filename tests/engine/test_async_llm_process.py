@@ -2,6 +2,7 @@
 """AsyncLLM over an engine core in a process of its own, which is what it does by default."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 
@@ -115,11 +116,10 @@ def test_tokenizer_that_cannot_be_read_leaves_no_process(monkeypatch):
     monkeypatch.setattr(front_module, "get_tokenizer", refuse)
     from vllmx.engine.async_llm import AsyncLLM
 
+    others = set(multiprocessing.active_children())  # servers of this worker's other tests
     with pytest.raises(UserError, match="not JSON"):
         AsyncLLM.from_vllm_config(vllm_config(parallel__enable_multiprocessing=True))
-    import multiprocessing
-
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= others
 
 
 def test_switch_keeps_the_engine_in_this_process(monkeypatch):

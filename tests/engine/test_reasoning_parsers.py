@@ -170,3 +170,10 @@ def test_a_parser_that_the_vocabulary_is_not_made_for_is_refused_by_name() -> No
         UserError, match=r"--reasoning-parser qwen3 is not for letters: .*no <think>"
     ):
         set_reasoning_markers(config, piece_tokenizer("a", "b", "c"))
+
+
+@pytest.mark.parametrize("name", ReasoningParserManager.list_registered())
+def test_no_parser_makes_a_table_of_the_vocabulary(name: str, monkeypatch) -> None:
+    """One is made for each answer, in the loop that serves all of them."""
+    monkeypatch.delattr(ReasoningParser, "vocab")
+    make(name, {})

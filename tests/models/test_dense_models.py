@@ -3,13 +3,12 @@
 goldens, and by transformers for those that have a row each."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import build_engine
 from safetensors.torch import load_file, save_file
+from tiny_folders import changed, in_folder
 
 from oracles.transformers_twin import load as load_twin
 from vllmx import SamplingParams
@@ -18,7 +17,6 @@ from vllmx.layers.attention import attention_layers
 from vllmx.models.hf_config import DEFAULTS, HFConfig
 from vllmx.models.hf_dense import DENSE_DEFAULTS
 from vllmx.models.utils import by_head
-from vllmx.tiny.checkpoint import save
 from vllmx.tiny.configs import config_of
 from vllmx.tiny.dense_configs import DENSE_FAMILIES
 
@@ -30,22 +28,7 @@ SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5, detokeni
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Name -> the folder of a tiny checkpoint, written when it is asked for."""
-    root = tmp_path_factory.mktemp("dense")
-
-    def folder(name: str) -> Path:
-        if not (root / name).exists():
-            save(name, root / name)
-        return root / name
-
-    return folder
-
-
-def changed(source: Path, target: Path, **config: object) -> Path:
-    """A copy whose config says something else."""
-    shutil.copytree(source, target)
-    said = json.loads((source / "config.json").read_text()) | config
-    (target / "config.json").write_text(json.dumps(said))
-    return target
+    return in_folder(tmp_path_factory.mktemp("dense"))
 
 
 def model_of(llm):

@@ -2,22 +2,18 @@
 """Families with experts, and those that transformers has no class for but a twin: that they are
 what transformers computes, what a config may leave out, and what is refused."""
 
-import json
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from checkpoints import build_engine
 from hybrid_driver import HybridDriver
 from safetensors.torch import load_file, save_file
+from tiny_folders import changed, in_folder
 
 from oracles.transformers_twin import load as load_twin
 from vllmx.config import RunConfig, finalize
 from vllmx.exceptions import CheckpointError
 from vllmx.models.hf_config import DEFAULTS, HFConfig
 from vllmx.models.llama4 import is_tuned
-from vllmx.tiny.checkpoint import save
 from vllmx.tiny.sparse_configs import MORE_SPARSE
 from vllmx.tiny.twins import TWIN_FAMILIES
 
@@ -27,22 +23,7 @@ FAMILIES = sorted({family["model_type"] for family in MORE_SPARSE.values()})
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Name -> the folder of a tiny checkpoint, written when it is asked for."""
-    root = tmp_path_factory.mktemp("sparse")
-
-    def folder(name: str) -> Path:
-        if not (root / name).exists():
-            save(name, root / name)
-        return root / name
-
-    return folder
-
-
-def changed(source: Path, target: Path, **config: object) -> Path:
-    """A copy whose config says something else."""
-    shutil.copytree(source, target)
-    said = json.loads((source / "config.json").read_text()) | config
-    (target / "config.json").write_text(json.dumps(said))
-    return target
+    return in_folder(tmp_path_factory.mktemp("sparse"))
 
 
 @pytest.mark.parametrize("name", sorted(MORE_SPARSE | TWIN_FAMILIES))

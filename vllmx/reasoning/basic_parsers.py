@@ -34,13 +34,15 @@ class BaseThinkingReasoningParser(ReasoningParser):
             raise ValueError(f"{name}: the model tokenizer must be passed to its constructor.")
         if not all(tokens):
             raise ValueError(f"{name}: start_token and end_token must be defined by the class.")
-        missing = [token for token in tokens if token not in self.vocab]
+        found = {token: self.token_id(token) for token in tokens}
+        ids = {token: token_id for token, token_id in found.items() if token_id is not None}
+        missing = [token for token in tokens if token not in ids]
         if missing:
             raise RuntimeError(
                 f"{name} reasoning parser could not locate think start/end tokens in the "
                 f"tokenizer: no {' and no '.join(missing)}"
             )
-        self.start_token_id, self.end_token_id = (self.vocab[token] for token in tokens)
+        self.start_token_id, self.end_token_id = (ids[token] for token in tokens)
         self._tokens = tokens
         self._num_seen = 0
         self._started = self._ended = self._end_shown = False

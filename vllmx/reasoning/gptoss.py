@@ -26,7 +26,7 @@ class GptOssReasoningParser(ReasoningParser):
         super().__init__(tokenizer, *args, **kwargs)
         self.prefix = list(tokenizer.encode("<|channel|>final", add_special_tokens=False))
         (self.message_id,) = tokenizer.encode("<|message|>", add_special_tokens=False)
-        self.end_of_message_id = self.vocab["<|end|>"]
+        (self.end_of_message_id,) = tokenizer.encode("<|end|>", add_special_tokens=False)
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Whether the last message is that of the final channel."""

@@ -53,8 +53,8 @@ class MiniMaxM2AppendThinkReasoningParser(IdentityReasoningParser):
     def __init__(self, tokenizer: Tokenizer, *args: Any, **kwargs: Any) -> None:
         """See ReasoningParser."""
         super().__init__(tokenizer, *args, **kwargs)
-        self.end_token_id = self.vocab.get("</think>")
-        self.start_token_id = self.vocab.get("<think>")
+        self.end_token_id = self.token_id("</think>")
+        self.start_token_id = self.token_id("<think>")
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Whether the last of the two tokens is the end."""
