@@ -139,7 +139,7 @@ class Lane:
             "checks": {name: check.as_dict() for name, check in checks.items()},
             "teeth": judge.teeth(),
             "proof": {
-                **served.proof(cell.provider, cell.case, impl, ran),
+                **served.proof(cell.provider, impl, ran),
                 "calls": call.calls,
                 "code": _symbol(cell),
             },

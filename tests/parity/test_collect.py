@@ -162,6 +162,26 @@ def test_tests_that_do_not_pass(root):
         assert (summary.verdict, words in summary.reason) == (verdict, True), summary
 
 
+def test_tests_that_want_the_cores_for_themselves_are_told_of_as_all_others_are(root):
+    text = (
+        "import pytest\ndef beside(request):\n    return hasattr(request.config, 'workerinput')\n"
+    )
+    text += "@pytest.mark.alone\ndef test_one(request):\n    assert not beside(request)\n"
+    text += "def test_two(request):\n    assert beside(request)\n"
+    text += "def test_three():\n    assert 1 == 2\n"
+    write(root, "tests/test_alone.py", text)
+    found = run_tests(root, ["tests/test_alone.py"], 300.0)
+    assert sorted((r.id.partition("::")[2], r.outcome) for r in found) == [
+        *(("test_one", "passed"), ("test_three", "failed"), ("test_two", "passed")),
+    ]
+
+
+def test_a_process_of_tests_that_dies_is_a_failure(root):
+    write(root, "tests/test_dies.py", "import os\ndef test_one():\n    os._exit(3)\n")
+    (told,) = run_tests(root, ["tests/test_dies.py"], 300.0)
+    assert (told.outcome, "crashed" in told.reason) == ("failed", True)
+
+
 def test_a_test_file_that_is_gone_is_invalid(root):
     (root / "tests" / "test_toy.py").unlink()
     assert call(select="engine") == 2
