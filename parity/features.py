@@ -6,7 +6,8 @@ id, which files of ours are the feature and by what it is to be shown:
 
     ours: [paths]       files or globs of vllmx
     lacks: [words]      parts of the feature that are not built
-    dropped: [words]    "op.NAME PROVIDER why": that provider takes less of the op than it once did
+    dropped: [words]    "op.NAME PROVIDER why": that provider takes less of the op than it once did;
+                        "NAME CASE why": evidence tells of a case or selector that is gone
     ops: [names]        ops of the op table: every case, provider and device of each
     models: [names]     models of parity/goldens/models, in every mode
     text: [prefixes]    specs of parity/text_cases.py, KIND or KIND/CASE
