@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from structured_helpers import refusal, validate
 
 from vllmx.config import StructuredOutputsConfig
 from vllmx.exceptions import UserError, VLLMValidationError
@@ -23,20 +24,6 @@ from vllmx.structured_output.validation import validate_structured_outputs
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 NAMES = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
-
-
-def validate(params: StructuredOutputsParams, backend: str = "auto", **settings):
-    sampling = SamplingParams(structured_outputs=params)
-    config = StructuredOutputsConfig(backend=backend, **settings)
-    validate_structured_outputs(sampling, SimpleNamespace(), config, object())
-    return sampling.structured_outputs
-
-
-def refusal(params: StructuredOutputsParams, backend: str = "auto") -> str:
-    with pytest.raises(VLLMValidationError) as caught:
-        validate(params, backend)
-    assert caught.value.parameter == "structured_outputs"
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
