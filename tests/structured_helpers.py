@@ -86,7 +86,7 @@ def validate(
     """A copy of `params` that names its backend."""
     sampling = SamplingParams(structured_outputs=params)
     config = StructuredOutputsConfig(backend=backend, **settings)
-    validate_structured_outputs(sampling, SimpleNamespace(), config, object())
+    validate_structured_outputs(sampling, SimpleNamespace(), config, TOKENIZER)
     assert sampling.structured_outputs is not None
     return sampling.structured_outputs
 

@@ -248,3 +248,34 @@ def test_names_within_a_schema_are_no_places_of_the_tag() -> None:
     content = json_format({"type": "object", "properties": names})
     assert [part.path for part in parts_of({"format": content})] == ["#/format/json_schema"]
     assert validate(asked(content))._backend == "xgrammar"
+
+
+BY_TOKEN: dict[str, Tag] = {
+    "token": {"type": "sequence", "elements": [{"type": "token", "token": "x"}, TEXT]},
+    "tag": {**tag_of(TEXT), "begin": {"type": "token", "token": "x"}, "end": "</f>"},
+    "exclude_token": {"type": "exclude_token", "exclude_tokens": ["x", "hello"]},
+    "any_tokens": {"type": "any_tokens", "exclude_tokens": [3, "x"]},
+    "token_triggered_tags": {
+        "type": "token_triggered_tags",
+        "trigger_tokens": ["x"],
+        "exclude_tokens": ["y"],
+        "tags": [{**tag_of(TEXT), "begin": {"type": "token", "token": "x"}}],
+    },
+    "token_dispatch": {"type": "token_dispatch", "rules": [["x", TEXT]], "exclude_tokens": ["y"]},
+}
+
+
+@pytest.mark.parametrize("kind", BY_TOKEN)
+def test_tokens_may_be_named_by_their_text(kind: str) -> None:
+    said = json.dumps(BY_TOKEN[kind])
+    text = str(validate(asked(BY_TOKEN[kind])).structural_tag)
+    for name in ("x", "y", "hello"):
+        said = said.replace(f'"begin": "{name}"', "").replace(f'"{name}"', str(ids(name)[0]))
+    made = json.dumps(json.loads(text)["format"])
+    assert made == said.replace(f'"value": {ids("x")[0]}', '"value": "x"')
+    assert allowed(compiled("xgrammar", Kind.STRUCTURAL_TAG, text))
+
+
+def test_a_text_that_is_no_token_is_refused_with_its_place() -> None:
+    message = refusal(asked({"type": "sequence", "elements": [{"type": "token", "token": "ab🔥"}]}))
+    assert "'ab🔥' (at #/format/elements/0) is no token of this model" in message

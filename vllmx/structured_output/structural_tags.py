@@ -144,6 +144,49 @@ def _unkept_setting(part: Part) -> str | None:
     return None
 
 
+def with_token_ids(text: str, tokenizer: Any) -> str:
+    """A structural tag whose tokens are all ids; tokens may be given by their text as well.
+    ValueError for a text that is no token of `tokenizer`."""
+    try:
+        tag = json.loads(text)
+    except (ValueError, RecursionError):
+        return text  # the libraries say what is wrong with it
+    if not isinstance(tag, dict):
+        return text
+    changed = False
+    for path, node in _formats(tag):
+        for holder, key in _tokens_of(node):
+            if isinstance(holder[key], str):
+                holder[key], changed = _token_id(holder[key], tokenizer, path), True
+    return json.dumps(tag, ensure_ascii=False) if changed else text
+
+
+def _tokens_of(node: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Where a format names tokens: (object or list, key or place)."""
+    if "token" in node:
+        yield node, "token"
+    for name in ("exclude_tokens", "trigger_tokens"):
+        named = node.get(name)
+        if isinstance(named, list):
+            yield from ((named, i) for i in range(len(named)))
+    rules = node.get("rules")
+    if node.get("type") == "token_dispatch" and isinstance(rules, list):
+        yield from ((rule, 0) for rule in rules if isinstance(rule, list) and rule)
+
+
+def _token_id(text: str, tokenizer: Any, path: str) -> int:
+    found = tokenizer.convert_tokens_to_ids(text)
+    if found is not None:
+        return int(found)
+    spelled = tokenizer.encode(text, add_special_tokens=False)
+    if len(spelled) != 1:
+        raise ValueError(
+            f"Invalid structural tag specification. {text!r} (at {path}) is no token of this "
+            "model; name one, or give its id."
+        )
+    return int(spelled[0])
+
+
 def unknown_field(tag: dict[str, Any]) -> str | None:
     """A field that no format of its type has, which xgrammar would drop, with its place."""
     for path, node in _formats(tag):

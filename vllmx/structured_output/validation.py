@@ -37,6 +37,7 @@ from vllmx.structured_output.structural_tags import (
     refused_by_xgrammar,
     unknown_field,
     with_schemas,
+    with_token_ids,
 )
 from vllmx.structured_output.utils import (
     choice_as_grammar,
@@ -85,6 +86,11 @@ def validate_structured_outputs(
     chosen.disable_any_whitespace |= config.disable_any_whitespace
     chosen.disable_additional_properties |= config.disable_additional_properties
     kind, given = get_structured_output_key(chosen)
+    if kind == Kind.STRUCTURAL_TAG:
+        try:
+            given = with_token_ids(given, tokenizer)
+        except ValueError as error:
+            raise _error(str(error)) from error
     backend, kind, spec = _choose(config.backend, kind, given, json_options(chosen))
     if kind == Kind.GRAMMAR:
         chosen.choice, chosen.grammar = None, spec
