@@ -5,6 +5,7 @@ import itertools
 import random
 import re
 import string
+import time
 
 import pytest
 import xgrammar
@@ -79,3 +80,11 @@ def test_a_pattern_that_is_not_named_means_what_it_means_elsewhere(seed: int) ->
                 pattern,
                 text,
             )
+
+
+@pytest.mark.parametrize("part", ["(^", "^", "$)", "[", "(", "(^a)+|", "(?:", "a$|", "\\", "[^"])
+def test_long_patterns_take_no_time(part: str) -> None:
+    started = time.perf_counter()
+    misread_by_xgrammar(part * 20_000)
+    misread_by_xgrammar("(" * 10_000 + part + ")" * 10_000)
+    assert time.perf_counter() - started < 2

@@ -6,8 +6,9 @@ from __future__ import annotations
 import re
 
 _TOKEN = re.compile(
-    r"""(?P<escape>\\.) | (?P<set>\[\^?(?:\\.|[^\]\\])*\]) | (?P<open>\((?:\?(?:[:=!>]|<?[=!]|
-    P?<\w+>))?) | (?P<close>\)) | (?P<repeat>[*+]|\{[\d,]*\}) | (?P<sign>[|^$?]) | (?P<char>.)""",
+    r"""(?P<escape>\\.) | (?P<set>\[\^?(?:\\.|[^\]\\])*+\]) | (?P<unclosed>\[.*)
+    | (?P<open>\((?:\?(?:[:=!>]|<?[=!]|P?<\w+>))?) | (?P<close>\)) | (?P<repeat>[*+]|\{[\d,]*\})
+    | (?P<sign>[|^$?]) | (?P<char>.)""",
     re.VERBOSE | re.DOTALL,
 )
 _LETTERS = set("dDwWsSnrtfvaexuc")
@@ -31,68 +32,51 @@ def misread_by_xgrammar(pattern: str) -> str | None:
             refused = kind == "escape" and char.isdigit()
             if char.isascii() and char.isalnum() and char not in known and not refused:
                 return f"the escape '\\{char}'"
-    ends = _matching(tokens)
-    for place, (_, text) in enumerate(tokens):
-        if text == "^" and not _at_start(tokens, place, ends):
-            return "an anchor ('^') behind other characters"
-        if text == "$" and not _at_end(tokens, place, ends):
-            return "an anchor ('$') before other characters"
+    backwards = tokens[::-1]
+    if _is_inside(tokens, "^", ("open", "close"), _repeated(tokens)):
+        return "an anchor ('^') behind other characters"
+    if _is_inside(backwards, "$", ("close", "open"), set()):
+        return "an anchor ('$') before other characters"
     return None
 
 
-def _matching(tokens: list[tuple[str, str]]) -> dict[int, int]:
-    """Places of brackets -> those of the brackets that close them, and the other way round."""
-    found: dict[int, int] = {}
+def _repeated(tokens: list[tuple[str, str]]) -> set[int]:
+    """Places where groups open that may come more than once."""
+    found: set[int] = set()
     waiting: list[int] = []
     for place, (kind, _) in enumerate(tokens):
         if kind == "open":
             waiting.append(place)
         elif kind == "close" and waiting:
-            found[place] = waiting.pop()
-            found[found[place]] = place
+            opened = waiting.pop()
+            if tokens[place + 1 : place + 2] and tokens[place + 1][0] == "repeat":
+                found.add(opened)
     return found
 
 
-def _around(place: int, ends: dict[int, int]) -> int | None:
-    """Where the innermost group around `place` opens."""
-    return max((start for start, end in ends.items() if start < place < end), default=None)
-
-
-def _at_start(tokens: list[tuple[str, str]], place: int, ends: dict[int, int]) -> bool:
-    """Whether nothing can come before `place`, nor again before it."""
-    while place > 0:
-        kind, text = tokens[place - 1]
-        if text == "^":
-            place -= 1
-            continue
-        if kind != "open" and text != "|":
-            return False
-        opened = _around(place, ends)
-        if opened is None:
-            return text == "|"
-        if _repeats(tokens, ends[opened]):
-            return False
-        place = opened
-    return True
-
-
-def _at_end(tokens: list[tuple[str, str]], place: int, ends: dict[int, int]) -> bool:
-    """Whether nothing can follow `place`."""
-    while place + 1 < len(tokens):
-        kind, text = tokens[place + 1]
-        if text in ("$", "?"):
-            place += 1
-            continue
-        if kind != "close" and text != "|":
-            return False
-        opened = _around(place, ends)
-        if opened is None:
-            return text == "|"
-        if _repeats(tokens, ends[opened]):
-            return False
-        place = ends[opened]
-    return True
-
-
-def _repeats(tokens: list[tuple[str, str]], end: int) -> bool:
-    return end + 1 < len(tokens) and tokens[end + 1][0] == "repeat"
+def _is_inside(
+    tokens: list[tuple[str, str]], anchor: str, brackets: tuple[str, str], repeated: set[int]
+) -> bool:
+    """Whether something can come before `anchor`; `tokens` may be those of the pattern backwards,
+    where a repetition comes before what it repeats."""
+    opens, closes = brackets
+    # Of each group around: whether it begins where the pattern does, and whether its branch is
+    # still empty.
+    groups = [(True, True)]
+    for place, (kind, text) in enumerate(tokens):
+        begins, empty = groups[-1]
+        if kind == opens:
+            groups.append((begins and empty and place not in repeated, True))
+        elif kind == closes:
+            if len(groups) > 1:
+                groups.pop()
+            groups[-1] = (groups[-1][0], False)
+        elif kind != "sign":
+            groups[-1] = (begins, False)
+        elif text == anchor and not (begins and empty):
+            return True
+        elif text == "|":
+            groups[-1] = (begins, True)
+        elif text not in (anchor, "?"):
+            groups[-1] = (begins, False)
+    return False
