@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 SCHEDULE_CODE = ("parity/replay_schedule.py:check", "oracles/schedule_driver.py:Player")
 CANARY_CODE = "parity/canary.py"
 TRACE = ".json.zz"
+MODELS_GPU = "models_gpu"
+GPU_LANES = ("ops_gpu", MODELS_GPU)
 COMPARISON_FILE = "parity/compare.py"
 """The feature that has it answers for what the comparison refuses."""
 
@@ -135,7 +137,7 @@ class Listed:
     def goldens(self) -> Mapping[str, Golden]:
         """What lies in parity/goldens, by name; files that no case expects are problems."""
         found = dict(self._op_goldens("ops")) | dict(self._op_goldens("ops_gpu"))
-        found |= dict(self._model_goldens())
+        found |= dict(self._model_goldens()) | dict(self._gpu_lanes())
         found |= dict(self._text_goldens())
         for path in sorted((self.folder / "schedule").glob("*")):
             name = f"schedule/{path.name.removesuffix(TRACE)}"
@@ -184,6 +186,25 @@ class Listed:
         for name in golden_files.strays(folder, wanted):
             yield f"models/{name}", Golden("", "no model expects this file")
 
+    def _gpu_lanes(self) -> Iterator[tuple[str, Golden]]:
+        """Models of upstream's GPU build, and what is missing of either lane from a GPU: no cell
+        of the ledger asks for these files, so the index does."""
+        for kind in GPU_LANES:
+            folder = self.folder / kind
+            if not folder.is_dir():
+                continue
+            try:
+                index = golden_files.read_index(folder)
+            except GoldenError as error:
+                yield kind, Golden("", str(error))
+                continue
+            here = golden_files.files(folder)
+            for name in sorted(set(index) - set(here)):
+                yield f"{kind}/{name}", Golden("", "the index knows it and it is not there")
+            for name in here if kind == MODELS_GPU else ():
+                sha = file_sha(folder / name)
+                yield f"{kind}/{name}", Golden(sha, _problem(folder / name, sha, index.get(name)))
+
     def _text_goldens(self) -> Iterator[tuple[str, Golden]]:
         from .text_replay import problem
 
@@ -196,9 +217,14 @@ class Listed:
 
     def expected_op_goldens(self) -> set[str]:
         """The goldens that the cases of the ops ask for, relative to goldens/ops."""
-        from .op_cells import expected
+        from .op_table import OPS, golden_name
 
-        return {cell.golden for cell in expected("cpu")}
+        return {
+            golden_name(entry.name, case.name, dtype)
+            for entry in OPS.values()
+            for case in entry.cases
+            for dtype in case.dtypes
+        }
 
     def _trace_problem(self, path: Path) -> str:
         from oracles.schedule_driver import unpack

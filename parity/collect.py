@@ -34,6 +34,12 @@ from .results import Result
 from .status import Cell, Feature
 
 HERE = Path(__file__).resolve().parent
+ROUNDS = (
+    ("--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "-m", "not alone"),
+    ("-m", "alone"),
+)
+"""Arguments of pytest's runs where it has xdist: on all cores, but for what holds a time to a limit
+and wants them for itself."""
 NO_SUCH_TEST = 4
 """Exit code of pytest where one of its arguments names no test; it runs none then."""
 VLLMX = {"name": "vllmx", "version": "", "lane": "tests"}
@@ -160,23 +166,24 @@ def run_tests(root: Path, arguments: list[str], seconds: float) -> list[Result]:
         }
         command = [sys.executable, "-m", "pytest", "-q", "-p", "parity.pytest_recorder"]
         command += ["-p", "no:cacheprovider", "--continue-on-collection-errors", *present]
-        started = time.monotonic()
-        try:
-            done = subprocess.run(
-                command,
-                cwd=root,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=max(seconds, 1.0),
-            )
-        except subprocess.TimeoutExpired:
-            print(f"collect: stopped after {seconds / 60:.0f} minutes; the rest is missing")
-        else:
+        end = time.monotonic() + seconds
+        for options in ROUNDS if util.find_spec("xdist") else ((),):
+            try:
+                done = subprocess.run(
+                    [*command, *options],
+                    cwd=root,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=max(end - time.monotonic(), 1.0),
+                )
+            except subprocess.TimeoutExpired:
+                print(f"collect: stopped after {seconds / 60:.0f} minutes; the rest is missing")
+                break
             files = sorted({argument.split("::")[0] for argument in present})
             if done.returncode == NO_SUCH_TEST and files != present:
                 # One id that is gone must not keep the others from being looked at.
-                return run_tests(root, files, seconds - (time.monotonic() - started))
+                return run_tests(root, files, end - time.monotonic())
             if done.returncode not in (0, 1, 5):
                 last = " ".join((done.stderr or done.stdout).split())[-300:]
                 raise UserError(f"collect: pytest ended with {done.returncode}: {last}")

@@ -6,7 +6,8 @@ id, which files of ours are the feature and by what it is to be shown:
 
     ours: [paths]       files or globs of vllmx
     lacks: [words]      parts of the feature that are not built
-    dropped: [words]    "op.NAME PROVIDER why": that provider takes less of the op than it once did
+    dropped: [words]    "op.NAME PROVIDER why": that provider takes less of the op than it once did;
+                        "NAME CASE why": evidence tells of a case or selector that is gone
     ops: [names]        ops of the op table: every case, provider and device of each
     models: [names]     models of parity/goldens/models, in every mode
     text: [prefixes]    specs of parity/text_cases.py, KIND or KIND/CASE
@@ -117,9 +118,14 @@ def selected(features: list[Declared], select: str | None, tier: str | None) -> 
 
 
 def named(features: list[Declared], name: str) -> Declared:
-    """The feature with id `name`; UserError with the nearest one if there is none."""
+    """The feature with id `name`; UserError with the nearest one if there is none, or with those
+    that need an op or a model of that name."""
     for feature in features:
         if feature.id == name:
             return feature
+    kind, _, bare = name.strip("/").partition(".")
+    needs = {"op": "ops", "sample": "ops", "model": "models"}.get(kind, "")
+    if rows := [f.id for f in features if bare in f.needs.get(needs, ())]:
+        raise UserError(f"parity: {name!r} is no row but shown for {', '.join(rows)}: name one.")
     near = did_you_mean(name, [feature.id for feature in features])
     raise UserError(f"parity: no row {name!r}: give an id of {INVENTORY.name}.{near}")

@@ -70,7 +70,7 @@ def measure(cells: list[OpCell] | None = None) -> list[dict[str, Any]]:
 def farther(rows: list[dict[str, Any]]) -> list[str]:
     """Where ours is off by more than the policy's multiple of what upstream is, or of float32's own
     rounding."""
-    limit = policy.load().limits("scan", OP, PROVIDER, "bf16").rmse
+    limit = policy.load().limits("scan", OP, PROVIDER, "bf16", "cpu").rmse
     least = float(np.finfo(np.float32).eps)
     return [
         f"{row['case']}/{row['dtype']} {row['of']}"

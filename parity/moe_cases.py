@@ -92,11 +92,15 @@ def _(m: Maker) -> Arguments:
     return _grouped(m, 1, 8, 2, "softmax", True, renormalize=True)
 
 
-def _experts(m: Maker, tokens: int, experts: int, topk: int, few: bool = False) -> Arguments:
+def _experts(
+    m: Maker, tokens: int, experts: int, topk: int, few: bool = False, crowded: bool = False
+) -> Arguments:
     hidden, inner = 64, 32
     scores = _scores(m, tokens, experts)
     if few:
         scores[:, experts // 2 :] -= 100.0  # nobody goes there
+    if crowded:
+        scores[:, 3] += 100.0  # everybody goes there
     ids = np.argsort(-scores, axis=1, kind="stable")[:, :topk]
     weights = m.uniform("weights", tokens, topk)
     w13 = m.normal("w13", experts, 2 * inner, hidden, std=2.0 * hidden**-0.5)
@@ -117,6 +121,11 @@ def _(m: Maker) -> Arguments:
 @CASES.add("fused_experts", "idle", cells=("experts without a token", "3 of 8"))
 def _(m: Maker) -> Arguments:
     return _experts(m, 40, 8, 3, few=True)
+
+
+@CASES.add("fused_experts", "crowded", cells=("one expert gets every token", "2 of 8"))
+def _(m: Maker) -> Arguments:
+    return _experts(m, 40, 8, 2, crowded=True)
 
 
 @CASES.add("fused_experts", "one_row", cells=("one token", "4 of 4"))

@@ -139,7 +139,7 @@ class Lane:
             "checks": {name: check.as_dict() for name, check in checks.items()},
             "teeth": judge.teeth(),
             "proof": {
-                **served.proof(cell.provider, cell.case, impl, ran),
+                **served.proof(cell.provider, impl, ran),
                 "calls": call.calls,
                 "code": _symbol(cell),
             },
@@ -249,7 +249,9 @@ class _Judge:
         if cell.entry.kind_of(name) == EXACT:
             return compare_exact(value, want)
         assert self.truth is not None  # else truth and golden would contradict each other
-        limits = self.policy.limits(cell.entry.kind, cell.op, cell.provider, cell.dtype)
+        limits = self.policy.limits(
+            cell.entry.kind, cell.op, cell.provider, cell.dtype, cell.device
+        )
         drift = self.policy.drift_of(cell.entry.kind)
         args = (want, self.truth[name], limits, self.floors[name], drift)
         return compare_float(value, *args)

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 POLICY = Path(__file__).resolve().parent / "policy.yaml"
-NEEDED = ("op", "provider", "dtype", "limits", "reason", "evidence")
+NEEDED = ("op", "provider", "dtype", "device", "limits", "reason", "evidence")
 
 
 class PolicyError(ValueError):
@@ -57,13 +57,13 @@ class Policy:
         """The drift line of a class."""
         return self.drift.get(kind, self.drift["default"])
 
-    def limits(self, kind: str, op: str, provider: str, dtype: str) -> Limits:
+    def limits(self, kind: str, op: str, provider: str, dtype: str, device: str) -> Limits:
         """The red line of a cell; PolicyError for a class without one."""
         if kind not in self.red:
             raise PolicyError(f"the policy has no limits for class {kind!r}")
         for entry in self.overrides:
-            wanted = (entry["op"], entry["provider"], entry["dtype"])
-            if all(want in ("*", have) for want, have in zip(wanted, (op, provider, dtype))):
+            have = (op, provider, dtype, device)
+            if all(entry[name] in ("*", value) for name, value in zip(NEEDED, have)):
                 return _limits(entry["limits"], f"the override of {op}")
         return self.red[kind]
 

@@ -2,6 +2,7 @@
 """A pytest plugin that writes what becomes of each test at once, one JSON line a test.
 
 A run that is stopped keeps what it has shown so far. The file is that of VLLMX_TEST_RESULTS.
+Under xdist its processes say what they collected, and the one that they report to what came of it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,12 @@ import os
 from typing import Any
 
 import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Only the process that others report to tells of outcomes."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Outcomes())
 
 
 def _write(test_id: str, outcome: str, reason: str, seconds: float) -> None:
@@ -34,14 +41,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         _write(item.nodeid, "missing", "not run within the time", 0.0)
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """The call, or whatever went wrong before and after it."""
-    if report.when == "call" or report.outcome != "passed":
-        reason = "" if report.passed else _why(report)
-        _write(report.nodeid, report.outcome, reason, report.duration)
-
-
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     """A file that can't be imported."""
     if report.failed:
         _write(report.nodeid, "failed", _why(report), 0.0)
+
+
+class Outcomes:
+    """What becomes of tests."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """The call, or whatever went wrong before and after it."""
+        if report.when == "call" or report.outcome != "passed":
+            reason = "" if report.passed else _why(report)
+            _write(report.nodeid, report.outcome, reason, report.duration)

@@ -112,7 +112,7 @@ class Recorded:
         if truth is None:
             caught = teeth(value, lambda copy: compare_exact(copy, value))
         else:
-            limits = policy.load().limits(self.entry.kind, self.entry.name, "*", self.dtype)
+            limits = policy.load().limits(self.entry.kind, self.entry.name, "*", self.dtype, "cpu")
             caught = teeth(value, lambda copy: compare_float(copy, value, truth[name], limits))
         missed = sorted(copy for copy, seen in caught.items() if not seen)
         if missed or not caught:

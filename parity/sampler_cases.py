@@ -67,6 +67,13 @@ def _(m: Maker) -> Arguments:
     return {"logits": m.float(_logits(m)), "temperature": m.float(temperature)}
 
 
+@CASES.add("temperature", "tiny", cells=("2e-5", "1e-3"), **ONLY)
+def _(m: Maker) -> Arguments:
+    """Upstream takes what is below 1e-5 for 0; SamplingParams makes 0.01 of what is below it."""
+    temperature = np.array([2e-5, 1e-4, 5e-4, 1e-3, 2e-5, 1.0, 0.0, 5e-3])
+    return {"logits": m.float(_logits(m)), "temperature": m.float(temperature)}
+
+
 def _penalised(
     m: Maker, presence: list[float], frequency: list[float], repetition: list[float]
 ) -> Arguments:

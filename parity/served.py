@@ -17,13 +17,6 @@ from typing import Any
 
 from vllmx.ir.op import IrOpImpl
 
-HANDED = {
-    ("rms_norm", "cpu", "no_weight_part"): "torch",
-    ("rms_norm", "native", "no_weight_part"): "torch",
-}
-"""Op, provider and case -> the provider that it is handed to by the kernel's own words: a norm
-without weight, or of a part, is the definition's. Any other is told as a fallback."""
-
 
 @contextmanager
 def watched(impl: IrOpImpl | None) -> Iterator[Counter[str]]:
@@ -43,16 +36,13 @@ def watched(impl: IrOpImpl | None) -> Iterator[Counter[str]]:
         sys.setprofile(before)
 
 
-def proof(asked: str, case: str, impl: IrOpImpl | None, found: Counter[str]) -> dict[str, Any]:
-    """What evidence says of a call: the provider that ran, and those that it fell back to; `handed`
-    names one that HANDED allows."""
+def proof(asked: str, impl: IrOpImpl | None, found: Counter[str]) -> dict[str, Any]:
+    """What evidence says of a call: the provider that ran, and those that it fell back to."""
     if impl is None:  # an op that has no choice of providers
         return {"selected": asked}
     others = {name: count for name, count in sorted(found.items()) if name != asked}
     told: dict[str, Any] = {"selected": asked if found[asked] else next(iter(others), "")}
-    if others and list(others) == [HANDED.get((impl.op.name, asked, case))]:
-        told["handed"] = others
-    elif others:
+    if others:
         told["fallbacks"] = others
     return told
 

@@ -39,6 +39,8 @@ RANK = {name: rank for rank, name in enumerate(STATUSES)} | {"STALE": 4, "UNPROV
 """STALE and UNPROVEN are equally far from green, so that deleting old lines gains nothing."""
 BAD = ("fail", "error")
 LOST = "lost: "
+WHOLE_KINDS = ("op", "model", "test", "upstream")
+"""Kinds of which a feature that asks for some cases asks for all."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class Feature:
     """Probes of its ops, planted faults in its files and, of the comparison, honest alternates;
     none has to be run, but what comes of them counts if it is bad."""
     dropped: tuple[tuple[str, str], ...] = ()
-    """(feature of an op, provider) that is declared to take less than it once did."""
+    """(feature of an op, provider) that is declared to take less than it once did, and (feature,
+    case) of evidence that is declared to be asked for no more."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +233,8 @@ def status(
         extra = unasked(feature, rows)
         others = judged(extra) + probes
         bad = tuple(c for c in others if RANK[c.status] >= RANK["SUSPECT"])
-        cells = judged(feature.cells) + bad + lost(feature, extra, rows, refusals or {})
+        gone = lost(feature, extra, rows, refusals or {}) + dropped_cases(feature, rows)
+        cells = judged(feature.cells) + bad + gone
         found.append(FeatureStatus(feature, *fold(feature, cells, watched), cells, watched))
     return found
 
@@ -278,6 +282,24 @@ def lost(
         if reason and shown and (cell.feature, cell.provider) not in feature.dropped:
             words = f"{LOST}{reason}; it passed at {shown[-1]['ts']}"
             found.append(CellStatus(cell, "UNPROVEN", words, (words,), shown[-1]))
+    return tuple(found)
+
+
+def dropped_cases(feature: Feature, rows: Mapping[Key, Sequence[Row]]) -> tuple[CellStatus, ...]:
+    """What was looked at once and is asked for no more: cases and selectors that are gone. One that
+    failed last stays red, as leaving it out is no mend. Not what is declared to be dropped."""
+    kinds = {cell.feature: cell.kind for cell in feature.cells if cell.kind in WHOLE_KINDS}
+    asked = {cell.key[:2] for cell in (*feature.cells, *feature.watched)}
+    found = []
+    for key in sorted(rows):
+        counting = [row for row in rows[key] if not row["run"].get("dirty")]
+        if key[0] not in kinds or key[:2] in asked or key[:2] in feature.dropped or not counting:
+            continue
+        last = counting[-1]
+        words = f"{LOST}nothing asks for it any more; it was {last['verdict']} at {last['ts']}"
+        name = "RED" if last["verdict"] in BAD else "UNPROVEN"
+        cell = Cell(*key, kind=kinds[key[0]])
+        found.append(CellStatus(cell, name, words, (words,), last))
     return tuple(found)
 
 

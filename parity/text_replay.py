@@ -21,6 +21,7 @@ from .evidence import Row, make_row
 from .golden import Golden, GoldenError
 from .model_golden import weights_sha
 from .model_table import MODELS
+from .op_replay import sources
 from .oracle_process import OracleBlocked
 from .replay_schedule import first_difference
 from .text_answers import KINDS, Answers
@@ -176,7 +177,8 @@ CODE = ("parity/text_replay.py:differences",)
 
 @functools.cache
 def _closure(kind: str) -> dict[str, str]:
-    return closure.closure((f"parity/text_answers.py:{kind}", *CODE))
+    symbols = (f"parity/text_answers.py:{kind}", *CODE)
+    return closure.closure(symbols, sources=sources())
 
 
 def closure_of(kind: str) -> dict[str, str]:

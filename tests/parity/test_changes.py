@@ -3,6 +3,7 @@
 status of a real op in the way it should, by the same code that the ledger runs."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -76,6 +77,36 @@ def test_a_deleted_golden_leaves_its_cells_unproven_and_a_replay_invalid(root):
     assert found == "UNPROVEN" and f"no golden ops/{CELLS[0].golden}" in reason
     verdicts = {row["verdict"] for row in replayed(root, CELLS[:1])}
     assert verdicts == {"invalid"}
+
+
+@pytest.mark.parametrize("kind", ["ops_gpu", "models_gpu"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: path.unlink(), "the index knows it and it is not there"),
+        (lambda path: path.write_bytes(path.read_bytes()[:1000]), "damaged"),
+        (lambda path: path.write_bytes(path.read_bytes() + b" "), ""),
+    ],
+    ids=["deleted", "cut", "longer"],
+)
+def test_what_happens_to_a_golden_of_a_gpu_is_seen_though_no_cell_here_asks_for_it(
+    tmp_path, kind, change, words
+):
+    source = ROOT / "parity" / "goldens" / kind
+    name = golden.files(source)[0]
+    here = tmp_path / "parity" / "goldens" / kind
+    for part in (name, golden.INDEX, "floors.json"):
+        if (source / part).is_file():
+            (here / part).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / part, here / part)
+    index = json.loads((here / golden.INDEX).read_text())
+    index["goldens"] = {name: index["goldens"][name]}
+    (here / golden.INDEX).write_text(json.dumps(index))
+    listed = Listed(tmp_path)
+    assert not listed.goldens()[f"{kind}/{name}"].problem
+    change(here / name)
+    problem = listed.goldens()[f"{kind}/{name}"].problem
+    assert problem and words in problem
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of tests become evidence, and results that show nothing don't pass."""
 
+import hashlib
 import json
 import os
 import re
@@ -160,6 +161,26 @@ def test_tests_that_do_not_pass(root):
     ):
         summary = summarise(f"tests/test_{name}.py", found)
         assert (summary.verdict, words in summary.reason) == (verdict, True), summary
+
+
+def test_tests_that_want_the_cores_for_themselves_are_told_of_as_all_others_are(root):
+    text = (
+        "import pytest\ndef beside(request):\n    return hasattr(request.config, 'workerinput')\n"
+    )
+    text += "@pytest.mark.alone\ndef test_one(request):\n    assert not beside(request)\n"
+    text += "def test_two(request):\n    assert beside(request)\n"
+    text += "def test_three():\n    assert 1 == 2\n"
+    write(root, "tests/test_alone.py", text)
+    found = run_tests(root, ["tests/test_alone.py"], 300.0)
+    assert sorted((r.id.partition("::")[2], r.outcome) for r in found) == [
+        *(("test_one", "passed"), ("test_three", "failed"), ("test_two", "passed")),
+    ]
+
+
+def test_a_process_of_tests_that_dies_is_a_failure(root):
+    write(root, "tests/test_dies.py", "import os\ndef test_one():\n    os._exit(3)\n")
+    (told,) = run_tests(root, ["tests/test_dies.py"], 300.0)
+    assert (told.outcome, "crashed" in told.reason) == ("failed", True)
 
 
 def test_a_test_file_that_is_gone_is_invalid(root):
@@ -424,6 +445,21 @@ def test_a_torn_inventory_is_named(root, text, words):
 
 DECLARED = [feature for feature in features.load() if feature.ours]
 FILES = {feature.id: ours(feature, ROOT)[0] for feature in DECLARED}
+
+
+@pytest.mark.parametrize(
+    ("asked", "row"),
+    [("op.silu_and_mul/", "ops.providers"), ("model.tiny-qwen3_next", "model.qwen3_next")],
+)
+def test_an_op_or_model_is_no_row_but_the_rows_that_need_it_are_named(asked, row):
+    with pytest.raises(UserError, match=rf"is no row but shown for .*{row}.*: name one"):
+        features.named(features.load(), asked)
+
+
+def test_no_feature_changes_its_tier_unseen():
+    """The sum of ids and tiers as they were given."""
+    told = "\n".join(f"{row.id} {row.tier}" for row in features.load())
+    assert hashlib.sha256(told.encode()).hexdigest()[:16] == "91b12f6846349322"
 
 
 def test_every_row_of_the_inventory_comes_once_and_the_canary_last():

@@ -19,13 +19,15 @@ RED = {
     "scan": (3, 6, 8, 8),
 }
 DRIFT = {"default": (1.6, 3, 4, 4.5), "attention": (1.6, 3, 4, 7)}
-OVERRIDES = {("qk_norm_rope_decode", "torch", "f32"): (2, 5, 4, 8)}
+OVERRIDES = {("qk_norm_rope_decode", "torch", "f32", "cuda"): (2, 5, 4, 8)}
 
 
 def wider(found: policy.Policy) -> list[str]:
     """What `found` allows and the numbers above do not."""
     overrides = {
-        (entry["op"], entry["provider"], entry["dtype"]): policy.Limits(**entry["limits"])
+        tuple(entry[name] for name in ("op", "provider", "dtype", "device")): policy.Limits(
+            **entry["limits"]
+        )
         for entry in found.overrides
     }
     tables = ((found.red, RED), (found.drift, DRIFT), (overrides, OVERRIDES))
@@ -58,7 +60,7 @@ def test_an_override_more_is_seen(tmp_path):
     raw["overrides"].append({**raw["overrides"][0], "op": "*"})
     path = tmp_path / "policy.yaml"
     path.write_text(yaml.safe_dump(raw))
-    assert wider(policy.load(path)) == ["('*', 'torch', 'f32')"]
+    assert wider(policy.load(path)) == ["('*', 'torch', 'f32', 'cuda')"]
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])

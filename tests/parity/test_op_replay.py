@@ -42,18 +42,13 @@ def test_every_op_of_the_op_table_passes_in_every_case_dtype_and_provider(whole)
     assert {f"sample.{name}" for name in OPS if OPS[name].sampler} <= {f for f, _ in shown}
 
 
-ROUNDED_AT_EVERY_STEP = {"activation_and_mul", "xielu"}
-"""Ops that upstream computes step by step in the dtype of their input: in half dtypes its answers
-say more of roundings than of the op."""
-
-
 def test_float_ops_are_shown_in_three_dtypes_and_in_several_regimes(whole):
     rows, _ = whole
     for name in load_ops():
         dtypes = {r["case"].split("/")[1] for r in rows if r["feature"] == f"op.{name}"}
-        assert dtypes == ({"f32"} if name in ROUNDED_AT_EVERY_STEP else {"f32", "bf16", "f16"}), (
-            name
-        )
+        assert dtypes == {"f32", "bf16", "f16"}, name
+        by_case = {c.name: len(c.dtypes) for c in OPS[name].cases}
+        assert set(by_case.values()) == {3}, (name, by_case)
         assert len(OPS[name].cases) >= 2
 
 

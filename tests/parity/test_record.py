@@ -250,9 +250,9 @@ def test_every_class_of_the_op_table_has_limits():
     found = policy.load()
     for entry in OPS.values():
         if entry.kind != "exact":
-            found.limits(entry.kind, entry.name, "torch", "f32")
+            found.limits(entry.kind, entry.name, "torch", "f32", "cpu")
     with pytest.raises(policy.PolicyError, match="no limits for class"):
-        found.limits("unknown", "op", "torch", "f32")
+        found.limits("unknown", "op", "torch", "f32", "cpu")
 
 
 def test_an_override_needs_a_reason_and_changes_the_hash(tmp_path):
@@ -261,14 +261,16 @@ def test_an_override_needs_a_reason_and_changes_the_hash(tmp_path):
     text = first + "overrides: []\n" + rest[rest.index("# Whole models") :]
     path = tmp_path / "policy.yaml"
     limits = "limits: {rmse: 3, row: 4, ulp: 4, gain: 8}"
-    entry = f"overrides:\n- {{op: linear, provider: '*', dtype: f32, {limits}"
+    where = "op: linear, provider: '*', dtype: f32, device: cuda"
+    entry = f"overrides:\n- {{{where}, {limits}"
     path.write_text(text.replace("overrides: []", entry + "}"))
     with pytest.raises(policy.PolicyError, match="reason, evidence"):
         policy.load(path)
     path.write_text(text.replace("overrides: []", entry + ", reason: r, evidence: e}"))
     found = policy.load(path)
-    assert found.limits("gemm", "linear", "fbgemm", "f32").rmse == 3
-    assert found.limits("gemm", "linear", "fbgemm", "bf16").rmse == 2
+    assert found.limits("gemm", "linear", "fbgemm", "f32", "cuda").rmse == 3
+    assert found.limits("gemm", "linear", "fbgemm", "bf16", "cuda").rmse == 2
+    assert found.limits("gemm", "linear", "fbgemm", "f32", "cpu").rmse == 2
     assert found.sha256 != policy.load().sha256
 
 

@@ -4,13 +4,17 @@
 import dataclasses
 
 import pytest
+import torch
 
 from parity.current import weakness
-from parity.op_cells import expected, implementation
+from parity.op_cells import expected
 from parity.op_replay import Lane
-from parity.served import HANDED, proof, watched
+from parity.served import proof
 from parity.status import Cell
+from vllmx.ir.op import OpContext
+from vllmx.ir.ops.layernorm import WHOLE_ROWS_ONLY
 from vllmx.ir.select import load_ops
+from vllmx.kernels.flashinfer_ops import NEEDS_WEIGHT
 
 (CELL,) = (
     cell
@@ -46,27 +50,26 @@ def test_a_kernel_that_falls_back_inside_proves_nothing(monkeypatch):
     assert weak == "the provider fell back: {'torch': 1}"
     monkeypatch.setattr(op.impls["cpu"], "fn", op.impls["torch"].fn)
     assert (
-        proof("cpu", "", dataclasses.replace(op.impls["cpu"], fn=right), {"torch": 1, "cpu": 0})[
+        proof("cpu", dataclasses.replace(op.impls["cpu"], fn=right), {"torch": 1, "cpu": 0})[
             "selected"
         ]
         == "torch"
     )
 
 
-def test_what_is_handed_on_is_declared_and_still_is():
-    for (op, provider, case), other in HANDED.items():
-        (cell,) = (c for c in expected("cpu", f"op.{op}/{case}", provider) if c.dtype == "f32")
-        if cell.blocked:
-            pytest.fail(f"{cell.name}: {cell.blocked}")
-        row, weak = judged(cell)
-        assert row["proof"]["handed"] == {other: 1} and weak == ""
-        assert "fallbacks" in proof(provider, "plain", implementation(cell), _ran(cell))
+@pytest.mark.parametrize("op", ["rms_norm", "fused_add_rms_norm"])
+@pytest.mark.parametrize("provider", ["cpu", "native", "flashinfer"])
+def test_norms_of_a_part_are_refused_by_name_where_a_kernel_has_none(op, provider):
+    impl = load_ops()[op].impls[provider]
+    facts = impl.op.facts_of(weight=torch.ones(8), variance_size=4)
+    assert impl.supports(OpContext("cpu", torch.float32, facts)) == WHOLE_ROWS_ONLY
+    rows = {"x": torch.ones(2, 8), "x_residual": torch.ones(2, 8)}
+    with pytest.raises(ValueError, match=WHOLE_ROWS_ONLY):
+        given = list(rows.values())[: 2 if op.startswith("fused") else 1]
+        impl.fn(*given, impl.prepared(torch.ones(8)), 1e-6, 4)
 
 
-def _ran(cell):
-    from parity.torch_calls import Call
-
-    case, impl = cell.entry.table.cases[cell.op, cell.case], implementation(cell)
-    with watched(impl) as ran:
-        Call(cell.entry, case, case.arguments(cell.dtype), impl)()
-    return ran
+def test_flashinfers_norms_without_weight_are_refused_by_name():
+    impl = load_ops()["rms_norm"].impls["flashinfer"]
+    facts = impl.op.facts_of(weight=None, variance_size=None)
+    assert impl.supports(OpContext("cuda", torch.bfloat16, facts)) == NEEDS_WEIGHT

@@ -2,6 +2,7 @@
 """A status follows from evidence alone, and nothing that is taken away makes it better."""
 
 import datetime as dt
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -201,6 +202,27 @@ def test_a_provider_that_starts_to_refuse_does_not_lose_its_cells_silently():
     assert refusing(shown, dropped=(("op.x", "other"), ("op.y", "fast"))).lost == 1
     wrong = row("fail", cell=OTHER, day=21, closure={"fine": "f0", "coarse": "c0"})
     assert refusing([*shown[:1], old, wrong]).lost == 1
+
+
+GONE = Cell("op.x", "ties/f32", "torch", "cpu", "eager", "op", "ops/x", graded=True)
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"), [("pass", "UNPROVEN"), ("skip", "UNPROVEN"), ("fail", "RED")]
+)
+def test_a_case_that_is_asked_for_no_more_is_lost_and_red_if_it_failed(last, expected):
+    """Whatever its code was: taking a case away is no way to turn a row green."""
+    old = row(last, cell=GONE, day=20, closure={"fine": "f0", "coarse": "c0"})
+
+    def found(*rows, **facts):
+        wanted = [feature(CELL, **facts)]
+        return status(wanted, GOLDENS, [row(), *rows], {CELL.key: CODE}, POLICY, NOW)[0]
+
+    assert (found(old).status, found(old).lost) == (expected, 1)
+    assert f"nothing asks for it any more; it was {last}" in found(old).reason
+    assert found(row(last, cell=GONE, run={"dirty": True})).status == "GREEN"
+    assert found(old, dropped=(("op.x", "ties/f32"),)).status == "GREEN"
+    assert found(row(last, cell=replace(GONE, feature="op.y"))).status == "GREEN"
 
 
 def test_evidence_of_another_version_of_a_library_that_decides_is_stale():

@@ -23,6 +23,21 @@ def test_each_beam_is_a_choice_best_first(engine, url, route: str) -> None:
     assert len(engine.seen) == 1 + 2 + 2
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"response_format": {"type": "json_object"}},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_beams_over_http_are_held_to_no_grammar_as_upstreams_are_not_and_say_so(url, asked) -> None:
+    """Upstream's routes leave the constraint out without a word."""
+    response = post(url, "/v1/completions", {**BEAMS, "prompt": "a", **asked})
+    error = error_of(response, 400)
+    assert error["param"] == "structured_outputs" and "LLM.beam_search" in error["message"]
+
+
 def test_what_beams_cannot_have_is_refused(url) -> None:
     for wrong, name in (
         ({"stream": True}, "stream"),

@@ -16,7 +16,12 @@ from torch import Tensor
 from vllmx.ir.op import OpContext, float32_on_cpu
 from vllmx.ir.ops.activation import gelu_and_mul, silu_and_mul
 from vllmx.ir.ops.kv_cache import reshape_and_cache
-from vllmx.ir.ops.layernorm import fused_add_rms_norm, rms_norm
+from vllmx.ir.ops.layernorm import (
+    WHOLE_ROWS_ONLY,
+    fused_add_rms_norm,
+    rms_norm,
+    whole_rows,
+)
 from vllmx.ir.ops.rotary import rotary_embedding
 
 FEW_ROWS = 64
@@ -32,12 +37,17 @@ def _whole_neox_heads(context: OpContext) -> bool | str:
     return float32_on_cpu(context)
 
 
+def _norms(context: OpContext) -> bool | str:
+    answer = whole_rows(context)
+    return float32_on_cpu(context) if answer is True else answer
+
+
 def _doubled(weight: Tensor | None) -> Tensor | None:
     """(weight, weight), for the layer norm of (x, -x)."""
     return None if weight is None else torch.cat((weight, weight))
 
 
-@rms_norm.register_impl("cpu", supports=float32_on_cpu, prepare=_doubled)
+@rms_norm.register_impl("cpu", supports=_norms, prepare=_doubled)
 def _rms_norm(
     x: Tensor, prepared: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -45,17 +55,17 @@ def _rms_norm(
 
     torch's CPU rms_norm is a chain of ten ops, its layer_norm is one kernel.
     """
+    if variance_size is not None:
+        raise ValueError(WHOLE_ROWS_ONLY)
     hidden = x.shape[-1]
-    if variance_size is not None or x.shape[0] > FEW_ROWS:
+    if x.shape[0] > FEW_ROWS:
         weight = None if prepared is None else prepared[:hidden]
-        if variance_size is not None:
-            return rms_norm.fn(x, weight, epsilon, variance_size)
         return F.rms_norm(x, (hidden,), weight, epsilon)
     mirrored = torch.cat((x, -x), dim=-1)
     return torch.layer_norm(mirrored, (2 * hidden,), prepared, None, epsilon)[..., :hidden]
 
 
-@fused_add_rms_norm.register_impl("cpu", supports=float32_on_cpu, prepare=_doubled)
+@fused_add_rms_norm.register_impl("cpu", supports=_norms, prepare=_doubled)
 def _fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from vllmx.ir.op import OpContext
 from vllmx.ir.ops.activation import silu_and_mul
-from vllmx.ir.ops.layernorm import fused_add_rms_norm, rms_norm
+from vllmx.ir.ops.layernorm import WHOLE_ROWS_ONLY, fused_add_rms_norm, rms_norm, whole_rows
 from vllmx.ir.ops.rotary import rotary_embedding
 from vllmx.platform import has, has_nvcc
 
 HEAD_SIZES = (64, 128, 256)
+NEEDS_WEIGHT = "multiplies with a weight, of which these norms have none"
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -54,6 +55,13 @@ def _takes_rows(context: OpContext) -> bool | str:
     return takes_halves(context)
 
 
+def _norms(context: OpContext) -> bool | str:
+    if not context.facts.get("has_weight", True):
+        return NEEDS_WEIGHT
+    answer = whole_rows(context)
+    return _takes_rows(context) if answer is True else answer
+
+
 def _takes_heads(context: OpContext) -> bool | str:
     size = context.facts.get("head_size", HEAD_SIZES[0])
     if size not in HEAD_SIZES:
@@ -64,17 +72,17 @@ def _takes_heads(context: OpContext) -> bool | str:
 SUPPORTED: bool | str = missing() or True
 
 
-@rms_norm.register_impl("flashinfer", supported=SUPPORTED, supports=_takes_rows)
+@rms_norm.register_impl("flashinfer", supported=SUPPORTED, supports=_norms)
 def _rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
     if weight is None or variance_size is not None:
-        return rms_norm.fn(x, weight, epsilon, variance_size)
+        raise ValueError(NEEDS_WEIGHT if weight is None else WHOLE_ROWS_ONLY)
     rows = x.reshape(-1, x.shape[-1])
     return library().rmsnorm(rows, weight.to(x.dtype), epsilon).view(x.shape)
 
 
-@fused_add_rms_norm.register_impl("flashinfer", supported=SUPPORTED, supports=_takes_rows)
+@fused_add_rms_norm.register_impl("flashinfer", supported=SUPPORTED, supports=_norms)
 def _fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,
@@ -83,7 +91,7 @@ def _fused_add_rms_norm(
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     if weight is None or variance_size is not None:
-        return fused_add_rms_norm.fn(x, x_residual, weight, epsilon, variance_size)
+        raise ValueError(NEEDS_WEIGHT if weight is None else WHOLE_ROWS_ONLY)
     rows, residual = (t.contiguous().view(-1, t.shape[-1]) for t in (x, x_residual))
     library().fused_add_rmsnorm(rows, residual, weight.to(x.dtype), epsilon)
     return rows.view(x.shape), residual.view(x.shape)

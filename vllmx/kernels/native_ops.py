@@ -19,7 +19,12 @@ from torch import Tensor
 from vllmx.ir.op import OpContext, float32_on_cpu
 from vllmx.ir.ops.activation import gelu_and_mul, silu_and_mul
 from vllmx.ir.ops.kv_cache import reshape_and_cache
-from vllmx.ir.ops.layernorm import fused_add_rms_norm, rms_norm
+from vllmx.ir.ops.layernorm import (
+    WHOLE_ROWS_ONLY,
+    fused_add_rms_norm,
+    rms_norm,
+    whole_rows,
+)
 from vllmx.ir.ops.rotary import rotary_embedding
 from vllmx.ir.row_by_row import row_by_row
 from vllmx.kernels.native_library import library
@@ -34,18 +39,23 @@ def native_on_cpu(context: OpContext) -> bool | str:
     return loaded if isinstance(loaded, str) else True
 
 
+def _norms(context: OpContext) -> bool | str:
+    answer = whole_rows(context)
+    return native_on_cpu(context) if answer is True else answer
+
+
 def _rows(x: Tensor) -> Tensor:
     """x as [rows, last dimension], whose last dimension lies side by side."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-@rms_norm.register_impl("native", supports=native_on_cpu, batch_invariant=("cpu",))
+@rms_norm.register_impl("native", supports=_norms, batch_invariant=("cpu",))
 def _rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
     if variance_size is not None:
-        return rms_norm.fn(x, weight, epsilon, variance_size)
+        raise ValueError(WHOLE_ROWS_ONLY)
     rows = _rows(x)
     out = torch.empty(x.shape)
     count, hidden = rows.shape
@@ -56,7 +66,7 @@ def _rms_norm(
     return out
 
 
-@fused_add_rms_norm.register_impl("native", supports=native_on_cpu, batch_invariant=("cpu",))
+@fused_add_rms_norm.register_impl("native", supports=_norms, batch_invariant=("cpu",))
 def _fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,
@@ -65,7 +75,7 @@ def _fused_add_rms_norm(
     variance_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     if variance_size is not None:
-        return fused_add_rms_norm.fn(x, x_residual, weight, epsilon, variance_size)
+        raise ValueError(WHOLE_ROWS_ONLY)
     rows, residual = _rows(x), _rows(x_residual)
     out = torch.empty(x.shape)
     library().native_rms_norm(

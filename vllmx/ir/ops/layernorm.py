@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vllmx.ir.op import ANY_DEVICE, REFERENCE, register_op
+from vllmx.ir.op import ANY_DEVICE, REFERENCE, OpContext, register_op
 from vllmx.ir.row_by_row import row_by_row
 
+WHOLE_ROWS_ONLY = "takes the mean of whole rows, not of a part of each"
 SIZES = ((1, 64), (3, 576), (17, 640), (63, 128), (2, 1))
 
 
@@ -86,6 +87,19 @@ fused_add_rms_norm.set_batch_invariant(
 
 
 layer_norm.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(layer_norm.fn, "x"))
+
+
+def whole_rows(context: OpContext) -> bool | str:
+    """A `supports` of providers that know no `variance_size`."""
+    return True if context.facts.get("variance_size") is None else WHOLE_ROWS_ONLY
+
+
+@rms_norm.register_facts
+@fused_add_rms_norm.register_facts
+def _norm_facts(
+    weight: Tensor | None, variance_size: int | None = None, **_: Any
+) -> dict[str, Any]:
+    return {"variance_size": variance_size, "has_weight": weight is not None}
 
 
 @rms_norm.register_inputs
