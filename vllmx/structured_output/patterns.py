@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What xgrammar reads in a regular expression as something else, without an error."""
+"""What libraries read in a regular expression as something else, or find out too late."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def misread_by_xgrammar(pattern: str) -> str | None:
     It leaves out anchors that are inside, where they allow nothing or less, and takes an escape
     that it does not know, like `\A` or `[\p{L}]`, for the letter.
     """
-    tokens = [(str(match.lastgroup), match[0]) for match in _TOKEN.finditer(pattern)]
+    tokens = _tokens(pattern)
     for kind, text in tokens:
         escapes = re.findall(r"\\(.)", text, re.DOTALL) if kind in ("escape", "set") else ()
         known = _LETTERS_INSIDE if kind == "set" else _LETTERS_OUTSIDE
@@ -32,10 +32,22 @@ def misread_by_xgrammar(pattern: str) -> str | None:
             refused = kind == "escape" and char.isdigit()
             if char.isascii() and char.isalnum() and char not in known and not refused:
                 return f"the escape '\\{char}'"
-    backwards = tokens[::-1]
+    return _anchor_inside(tokens)
+
+
+def anchor_inside(pattern: str) -> str | None:
+    """Words for an anchor of `pattern` where text can come before its begin or after its end."""
+    return _anchor_inside(_tokens(pattern))
+
+
+def _tokens(pattern: str) -> list[tuple[str, str]]:
+    return [(str(match.lastgroup), match[0]) for match in _TOKEN.finditer(pattern)]
+
+
+def _anchor_inside(tokens: list[tuple[str, str]]) -> str | None:
     if _is_inside(tokens, "^", ("open", "close"), _repeated(tokens)):
         return "an anchor ('^') behind other characters"
-    if _is_inside(backwards, "$", ("close", "open"), set()):
+    if _is_inside(tokens[::-1], "$", ("close", "open"), set()):
         return "an anchor ('$') before other characters"
     return None
 
