@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,15 @@ def measure(llm: LLM, num_requests: int, num_steps: int, rounds: int) -> dict[st
         for name in ("free", "constrained") if turn % 2 == 0 else ("constrained", "free"):
             params = free if name == "free" else tied
             found[name].append(step_ms(llm, params, num_requests, num_steps))
-    growth = statistics.median(
+    growths = [
         tied_ms / free_ms - 1 for free_ms, tied_ms in zip(found["free"], found["constrained"])
-    )
-    return {"num_requests": num_requests, "step_ms": found, "growth": growth}
+    ]
+    return {
+        "num_requests": num_requests,
+        "step_ms": found,
+        "growth": statistics.median(growths),
+        "growths": growths,
+    }
 
 
 def render(found: dict[str, Any], model: str) -> str:
@@ -78,11 +84,18 @@ def render(found: dict[str, Any], model: str) -> str:
         f"{free:.1f} and {tied:.1f}"
         for free, tied in zip(found["step_ms"]["free"], found["step_ms"]["constrained"])
     )
+    growths = found["growths"]
+    free_ms, tied_ms = (
+        (statistics.median(times), min(times)) for times in found["step_ms"].values()
+    )
     return (
         "# Cost of structured output\n\n"
-        f"Made by `python -m parity.structured_cost`: {found['num_requests']} requests of {model} "
+        f"Made by `{found['command']}`: {found['num_requests']} requests of {model} "
         "decode together, free and under one JSON schema (xgrammar), in turn in one engine.\n\n"
-        f"A step grows by {found['growth']:.1%} (wanted: at most {WANTED:.0%}). "
+        f"A step grows by {found['growth']:.1%} (median of {len(growths)} rounds, from "
+        f"{min(growths):.1%} to {max(growths):.1%}; wanted: at most {WANTED:.0%}); from "
+        f"{free_ms[0]:.1f} ms to {tied_ms[0]:.1f} ms by the medians of all rounds, from "
+        f"{free_ms[1]:.1f} ms to {tied_ms[1]:.1f} ms by the fastest. "
         f"Milliseconds of a step, free and constrained, by round: {rounds}.\n"
     )
 
@@ -104,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         num_threads=args.num_threads,
     )
     found = measure(llm, args.requests, args.steps, args.rounds)
+    found["command"] = " ".join(["python -m parity.structured_cost", *(argv or sys.argv[1:])])
     text = render(found, args.model)
     print(text)
     if args.out is not None:
