@@ -20,6 +20,7 @@ from .golden import GoldenError
 from .model_gate import classes, farthest, judge, stream_errors, tie_of
 from .model_golden import Scores, load, weights_sha
 from .model_table import MODELS, ModelCell, ModelEntry
+from .model_watch import unlike
 from .op_replay import C_SOURCES, device_facts, sources
 from .oracle_process import OracleBlocked
 
@@ -134,7 +135,14 @@ class ModelLane:
             over = [i for i, e in enumerate(errors) if e > max(2 * floors[i], limits.stream)]
             if over:
                 details["drift"] = f"stream of layer {over[0]}"
-        for part, ours in parts.items():
+        unlike_mode: list[str] = []
+        for part, found in parts.items():
+            ours = found.ours
+            lacks = unlike(cell.mode, cell.device, found.asked, found.seen, found.decoding)
+            unlike_mode += [f"{part}: {words}" for words in lacks]
+            checks[f"{part}.length"] = Check(float(found.short), 0.0)
+            checks[f"{part}.mode"] = Check(float(len(lacks)), 0.0)
+            details[f"{part}.seen"] = found.seen.facts()
             checks |= {f"{part}.{k}": c for k, c in judge(want, floor, ours, limits).items()}
             details[f"{part}.positions"] = len(ours.where)
             details[f"{part}.tie"] = float(f"{tie_of(want, floor, ours, limits):.4g}")
@@ -145,10 +153,11 @@ class ModelLane:
                 empty = sum(not len(rows) for rows in of_class.values())
                 checks["prefill.empty_classes"] = Check(float(empty), 0.0)
         failed = [name for name, check in checks.items() if not check.ok]
-        reason = "; ".join(
+        reasons = [
             f"{name} {checks[name].measured:.3g}, {checks[name].limit:.3g} allowed"
             for name in failed
-        )
+        ]
+        reason = "; ".join([*reasons, *unlike_mode])
         return self._row(
             cell,
             "fail" if failed else "pass",
