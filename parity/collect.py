@@ -66,7 +66,7 @@ def run(config: RunConfig) -> int:
     counts = Counter(row["verdict"] for row in rows)
     print(f"{len(rows)} rows: {', '.join(f'{n} {v}' for v, n in sorted(counts.items()))}; {path}")
     if rows[0]["run"]["dirty"]:
-        print("the tree has uncommitted changes: these rows can't make anything green")
+        print(evidence.DIRTY)
     canary = [row["verdict"] for row in rows if row["feature"] == CANARY]
     if set(canary) - {"fail"}:
         what = "passed" if "pass" in canary else "was not judged"
