@@ -14,6 +14,7 @@ import pytest
 from parity import budget, calibrate, golden, op_replay, oracle_process, policy, record
 from parity.op_cells import OpCell
 from parity.op_table import OPS
+from vllmx.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 ORACLES = sorted((ROOT / "oracles").glob("*.py"))
@@ -189,6 +190,28 @@ def test_floors_are_of_one_golden_and_follow_it(fake, tmp_path):
     (tmp_path / name).unlink()
     calibrate.write({}, tmp_path)
     assert name not in calibrate.Floors(tmp_path).entries
+
+
+def test_floors_are_checked_without_a_byte_being_written(fake, tmp_path, capsys):
+    assert record.record("rms_norm/plain", folder=tmp_path) == 0
+    fake.setattr(calibrate, "FOLDER", tmp_path)
+    config = RunConfig()
+    config.parity.select, config.parity.check = "rms_norm/plain", True
+    assert calibrate.run(config) == 0 and "floors measured, 0 changed" in capsys.readouterr().out
+    path = tmp_path / calibrate.FLOORS
+    for wide in (
+        path.read_text().replace('"lanes":{}', '"lanes":{"x":{"out":{"rmse":0.5}}}', 1),
+        path.read_text().replace('"floors":{', '"floors":{"gone/x":{"lanes":{}},', 1),
+    ):
+        path.write_text(wide)
+        before = contents(tmp_path)
+        assert calibrate.run(config) == 1
+        assert "floors measured, 1 changed" in capsys.readouterr().out
+        assert contents(tmp_path) == before
+        config.parity.check = False
+        assert calibrate.run(config) == 0 and contents(tmp_path) != before
+        config.parity.check = True
+        assert calibrate.run(config) == 0
 
 
 # -------------------------------------------------------------------------------- the oracles
