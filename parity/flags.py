@@ -12,7 +12,7 @@ from vllmx.exceptions import UserError
 
 READS: Mapping[str, frozenset[str]] = {
     "census": frozenset({"from_version", "to_version", "check", "json", "output_dir"}),
-    "record": frozenset({"select", "oracle", "check"}),
+    "record": frozenset({"select", "oracle", "minutes", "check"}),
     "calibrate": frozenset({"select", "oracle", "check"}),
     "replay": frozenset({"select", "provider", "minutes", "json", "output_dir"}),
     "probe": frozenset({"select", "provider", "minutes", "output_dir"}),
@@ -32,7 +32,7 @@ NOT_TOGETHER = {
     ("mutate", "check"): ("output_dir",),
 }
 """(verb, key) -> keys that the verb does not read where that one is set."""
-ONLY_WITH = {("census", "json"): "to_version"}
+ONLY_WITH = {("census", "json"): "to_version", ("record", "minutes"): "check"}
 """(verb, key) -> the key without which the verb does not read it."""
 
 

@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from parity import budget, calibrate, golden, op_replay, oracle_process, policy, record
+from parity import (
+    budget,
+    calibrate,
+    golden,
+    model_golden,
+    model_table,
+    op_replay,
+    oracle_process,
+    policy,
+    record,
+)
 from parity.op_cells import OpCell
 from parity.op_table import OPS
 from vllmx.config import RunConfig
@@ -212,6 +222,36 @@ def test_floors_are_checked_without_a_byte_being_written(fake, tmp_path, capsys)
         assert calibrate.run(config) == 0 and contents(tmp_path) != before
         config.parity.check = True
         assert calibrate.run(config) == 0
+
+
+def test_models_are_checked_until_time_is_over_each_night_others(monkeypatch, tmp_path, capsys):
+    """As many nights as there are groups come by every model."""
+    names = [entry.name for entry in model_table.chosen("tiny-")]
+    asked = []
+
+    def ask(entries):
+        asked.append([entry.name for entry in entries])
+        return [(entry, {entry.lanes[0]: b"golden"}) for entry in entries]
+
+    monkeypatch.setattr(model_golden, "record", ask)
+    monkeypatch.setattr(record.time, "monotonic", lambda: 10.0 * len(asked))
+    seen = []
+    groups = -(-len(names) // record.TOGETHER)
+    for day in range(groups):
+        asked.clear()
+        assert record.record_models("tiny-", True, tmp_path, deadline=15.0, day=day) == 1
+        assert [len(part) <= record.TOGETHER for part in asked] == [True, True]
+        left = len(names) - sum(map(len, asked))
+        assert f"{left} models are missing: time ran out" in capsys.readouterr().out
+        seen += asked[0]
+    assert seen == names and [*tmp_path.iterdir()] == []
+    for entry in model_table.chosen("tiny-"):
+        (tmp_path / entry.golden(entry.lanes[0])).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / entry.golden(entry.lanes[0])).write_bytes(b"golden")
+    asked.clear()
+    assert record.record_models("tiny-", True, tmp_path) == 0 and len(asked) == groups
+    asked.clear()
+    assert record.record_models("tiny-", True, tmp_path, deadline=15.0) == 2
 
 
 # -------------------------------------------------------------------------------- the oracles

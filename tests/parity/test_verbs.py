@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import parity
-from parity import flags, nightly, replay
+from parity import flags, model_table, nightly, replay
 from parity.nightly import MEANING, STEPS, Outcome, Step, gravest, run_all, run_step
 from vllmx.cli import compose_runs, main, parse
 from vllmx.config import PARITY_VERBS, ParityConfig, RunConfig
@@ -125,10 +125,11 @@ def test_device_and_cache_keep_their_groups():
         (["plan", "minutes=0"], "greater than 0"),
         (["probe", "--check"], "probe does not read --check; the verbs that do: census, record"),
         (["explain", "kv.specs", "--json"], "explain does not read --json; the verbs that do: "),
-        (["budget", "minutes=5"], "budget does not read --minutes; the verbs that do: replay"),
+        (["budget", "minutes=5"], "budget does not read --minutes; the verbs that do: record"),
         (["upstream-tests", "from=0.25.0"], "upstream-tests does not read --from"),
         (["ledger", "kv.", "--check"], "ledger --check does not read --select"),
         (["census", "--json"], "census reads --json only with --to"),
+        (["record", "minutes=5"], "record reads --minutes only with --check"),
         ([], "needs a verb: one of census"),
         (["replay", "ops.rms_norm"], "begins with 'ops.rms_norm'. Did you mean op"),
         (["replay", "op.rms_norm/zzz"], "select=op.rms_norm/zzz: no case is called so"),
@@ -294,6 +295,13 @@ def test_long_steps_end_by_themselves_before_they_are_ended(monkeypatch, tmp_pat
     for step in STEPS:
         assert run_step(step, 150.0).code == 0
         assert ("minutes=1.50" in told.read_text()) == (step.arguments[0] in nightly.BOXED)
+
+
+def test_goldens_of_every_kind_are_recorded_again_and_compared():
+    """One that upstream does not give any more must not stay unseen."""
+    selected = [s.arguments[2:] for s in STEPS if s.arguments[:2] == ("record", "--check")]
+    assert selected == [(), ("model.",)]
+    assert model_table.chosen("model.") == model_table.chosen(None) != []
 
 
 def test_nothing_of_a_step_outlives_its_box(monkeypatch, tmp_path):
