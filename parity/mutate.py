@@ -302,6 +302,8 @@ def run(config: RunConfig) -> int:
     folder = Path(options.output_dir) if options.output_dir else evidence.EVIDENCE
     earlier = evidence.load(folder) if folder.is_dir() else []
     rows = keep(mutate(stalest_first(living, known, earlier), known, deadline), folder)
+    if left := len(living) - len(rows):
+        print(f"{left} mutants are missing: time ran out after {options.minutes:g} minutes")
     print(told(rows, len(chosen)))
     return exit_code(rows, len(chosen))
 

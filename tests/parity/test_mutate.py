@@ -262,7 +262,9 @@ def test_the_verb_stops_when_its_time_is_over(monkeypatch, tmp_path, capsys) -> 
     config.parity.output_dir, config.parity.minutes = str(tmp_path), 1e-9
     config.parity.select = "norm-eps-outside"
     assert mutate.run(config) == 2
-    assert "0 of 1 mutants looked at" in capsys.readouterr().out
+    words = capsys.readouterr().out
+    assert "1 mutants are missing: time ran out after 1e-09 minutes" in words
+    assert "0 of 1 mutants looked at" in words
     assert not [*tmp_path.iterdir()]
 
 
