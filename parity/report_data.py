@@ -19,7 +19,7 @@ from .census import DRIFT, PINNED
 from .checkout import Checkout
 from .drift import anchors
 from .features import CANARY
-from .ledger import TIERS, as_json, equation, totals, troubles
+from .ledger import TIERS, as_json, by_place, equation, totals, troubles
 from .mutant_detectors import Detectors
 from .mutate import CATALOGUE, catalogue, closure_of
 from .plan import join
@@ -36,7 +36,10 @@ def build(checkout: Checkout, now: dt.datetime, reports: Path | None = None) -> 
     rows = checkout.statuses(now)
     by_status, by_tier = totals(rows)
     cells = [cell for row in rows if row.feature.id != CANARY for cell in row.cells]
-    unique = list({cell.cell.key: cell for cell in cells}.values())
+    asked = {cell.cell.key: cell for cell in cells}
+    unique = list(asked.values())
+    other = {cell.cell.key: cell for row in rows for cell in row.beside}
+    beside = [cell for key, cell in other.items() if key not in asked]
     return {
         "as_of": f"{now:%Y-%m-%dT%H:%M:%SZ}",
         "trouble": troubles(checkout, rows),
@@ -46,11 +49,12 @@ def build(checkout: Checkout, now: dt.datetime, reports: Path | None = None) -> 
         "tiers": {tier: {s: by_tier[tier, s] for s in STATUSES} for tier in TIERS},
         "areas": areas(rows),
         "cells": {name: sum(c.status == name for c in unique) for name in STATUSES},
+        "beside": by_place(beside),
         "evidence": evidence_counts(checkout),
         "red": [told(cell) for cell in unique if cell.status in ("RED", "SUSPECT")][:SHOWN],
         "stale": stale(unique),
         "headroom": headroom(unique),
-        "providers": providers(unique),
+        "providers": providers([*unique, *beside]),
         "models": models(checkout.evidence, unique),
         "mutation": mutation(checkout, now),
         "goldens": golden_sizes(checkout.goldens_folder),
@@ -152,17 +156,13 @@ def headroom(cells: Iterable[CellStatus]) -> dict[str, Any]:
     }
 
 
-def providers(cells: Iterable[CellStatus]) -> dict[str, dict[str, dict[str, int]]]:
-    """Op -> "provider on device" -> cells by status."""
-    found: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+def providers(cells: Iterable[CellStatus]) -> dict[str, dict[str, Any]]:
+    """Op -> its cells by place, those that nothing asks for among them (ledger.by_place)."""
+    found: dict[str, list[CellStatus]] = defaultdict(list)
     for cell in cells:
         if cell.cell.kind == "op":
-            place = f"{cell.cell.provider} on {cell.cell.device}"
-            found[cell.cell.feature][place][cell.status] += 1
-    return {
-        op: {place: dict(counts) for place, counts in sorted(places.items())}
-        for op, places in sorted(found.items())
-    }
+            found[cell.cell.feature].append(cell)
+    return {op: by_place(found[op]) for op in sorted(found)}
 
 
 def models(

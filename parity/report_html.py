@@ -8,15 +8,16 @@ from html import escape
 from typing import Any
 
 from . import svg
-from .ledger import TIERS
+from .ledger import TIERS, places, share, worst
 from .report_md import (
+    BESIDE,
+    SHARES,
     TREND_HEAD,
     adds_up,
     broken_limit,
     lane_figures,
     megabytes,
     mutation_score,
-    share,
     trend_rows,
 )
 from .status import STATUSES
@@ -122,6 +123,7 @@ def page(data: Mapping[str, Any]) -> str:
 <h1>Parity with upstream</h1>
 {trouble}
 <p>{escape(data["equation"])} features. Cells: {escape(adds_up(data["cells"]))}.</p>
+{_beside(data["beside"])}
 <p class="soft">As of {data["as_of"]}, the time of the newest evidence. The canary, a planted
 fault, is {_tag(data["canary"])}. No status is typed by hand: each follows from evidence.</p>
 <nav>{links}</nav>
@@ -129,6 +131,10 @@ fault, is {_tag(data["canary"])}. No status is typed by hand: each follows from 
 </body>
 </html>
 """
+
+
+def _beside(found: Mapping[str, Mapping[str, Any]]) -> str:
+    return f"<p>Beside them, {BESIDE}: {escape(places(found))}.</p>" if found else ""
 
 
 def _tag(status: str) -> str:
@@ -245,18 +251,18 @@ def _models(found: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def _providers(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
-    places = sorted({place for ops in found.values() for place in ops})
-    rows = []
-    for op, by_place in found.items():
-        cells: list[Any] = [op]
-        for place in places:
-            counts = by_place.get(place)
-            worst = max(counts, key=STATUSES.index) if counts else ""
-            cells.append(f'<span class="tag {worst}">{share(counts)}</span>' if counts else "")
-        rows.append(cells)
-    note = '<p class="soft">Green cells of all; the colour is that of the worst one.</p>'
-    return _table(["op", *places], rows) + (note if rows else "")
+def _providers(found: Mapping[str, Mapping[str, Any]]) -> str:
+    columns = sorted({place for ops in found.values() for place in ops})
+    rows = [
+        [op, *(_share(by_place[c]) if c in by_place else "" for c in columns)]
+        for op, by_place in found.items()
+    ]
+    note = f'<p class="soft">{SHARES}</p>' if rows else ""
+    return note + _table(["op", *columns], rows)
+
+
+def _share(counts: Mapping[str, Any]) -> str:
+    return f'<span class="tag {worst(counts["statuses"])}">{share(counts)}</span>'
 
 
 def _mutation(found: Mapping[str, Any]) -> str:

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .ledger import TIERS
+from .ledger import TIERS, places, share
 from .status import STATUSES
 
 NO_DATA = "no data"
+BESIDE = "cells that no row asks for, which count only when they are bad"
+SHARES = "Cells whose last run passed, of all; the worst status, unless that is GREEN."
 LONGEST = 200
 """Lines of the page."""
 OPS = 40
@@ -36,6 +38,7 @@ def _lines(data: Mapping[str, Any], most: int) -> list[str]:
         f"Cells: {adds_up(data['cells'])}",
         f"Evidence: {data['evidence']['rows']} rows in {data['evidence']['files']} files, "
         f"{data['evidence']['dirty']} of them of a tree with uncommitted changes",
+        *_beside(data["beside"]),
         "",
     ]
     used = [name for name in STATUSES if data["statuses"][name]]
@@ -56,6 +59,10 @@ def _lines(data: Mapping[str, Any], most: int) -> list[str]:
     lines += ["", "## So far", *_trend(data["trend"], most)]
     lines += ["", "## Upstream", *_upstream(data["upstream"])]
     return [*lines, "", "## Environments", *_environment(data["environment"], most)]
+
+
+def _beside(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [f"Beside them, {BESIDE}: {places(found)}"] if found else []
 
 
 def _ordered(counts: Mapping[str, int]) -> dict[str, int]:
@@ -127,19 +134,12 @@ def _headroom(found: Mapping[str, Any]) -> list[str]:
     return table(["limit / measured", "cell", "worst at"], found["tightest"])
 
 
-def _providers(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> list[str]:
-    places = sorted({place for ops in found.values() for place in ops})
+def _providers(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    columns = sorted({place for ops in found.values() for place in ops})
     rows = []
     for op, by_place in list(found.items())[:OPS]:
-        rows.append([op, *(share(by_place.get(place)) for place in places)])
-    return table(["op", *places], rows)
-
-
-def share(counts: Mapping[str, int] | None) -> str:
-    """`12/12`: green cells of all; empty where the provider has none."""
-    if not counts:
-        return ""
-    return f"{counts.get('GREEN', 0)}/{sum(counts.values())}"
+        rows.append([op, *(share(by_place[c]) if c in by_place else "" for c in columns)])
+    return [*([SHARES, ""] if rows else []), *table(["op", *columns], rows)]
 
 
 def _models(found: Mapping[str, Mapping[str, Any]], most: int) -> list[str]:

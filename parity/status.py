@@ -166,6 +166,9 @@ class FeatureStatus:
     reason: str
     cells: tuple[CellStatus, ...]
     watched: tuple[CellStatus, ...] = ()
+    beside: tuple[CellStatus, ...] = ()
+    """Cells that nothing asks for, of other providers, devices and modes, that evidence tells of
+    and that are not bad: they are shown and decide nothing."""
 
     @property
     def counts(self) -> Counter[str]:
@@ -231,11 +234,15 @@ def status(
         watched = judged(feature.watched)
         probes = tuple(c for c in watched if c.cell.kind == "probe")
         extra = unasked(feature, rows)
-        others = judged(extra) + probes
-        bad = tuple(c for c in others if RANK[c.status] >= RANK["SUSPECT"])
-        gone = lost(feature, extra, rows, refusals or {}) + dropped_cases(feature, rows)
+        other = judged(extra)
+        bad = tuple(c for c in other + probes if RANK[c.status] >= RANK["SUSPECT"])
+        good = tuple(c for c in other if RANK[c.status] < RANK["SUSPECT"])
+        refused = refusals or {}
+        gone = lost(feature, extra, rows, refused) + dropped_cases(feature, rows)
         cells = judged(feature.cells) + bad + gone
-        found.append(FeatureStatus(feature, *fold(feature, cells, watched), cells, watched))
+        beside = tuple(c for c in good if c.cell.key not in refused)
+        decided = fold(feature, cells, watched)
+        found.append(FeatureStatus(feature, *decided, cells, watched, beside))
     return found
 
 

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from toy_checkout import build, show, write
 
-from parity import evidence, explain, mutate, report, report_data, report_md, svg
+from parity import evidence, explain, ledger, mutate, report, report_data, report_md, svg
 from parity.checkout import Checkout
 from parity.golden import GOLDENS
 from parity.report_html import COLOURS, SECTIONS
@@ -168,6 +168,50 @@ def test_words_of_evidence_can_not_become_markup(root):
     assert "\\| x y" in markdown
 
 
+def elsewhere(root, provider="triton", device="cuda", **changes):
+    """A row of op.toy for each case by a provider, or on a device, that nothing asks for."""
+    folder = root / "parity" / "evidence"
+    made = []
+    for row in evidence.load(folder):
+        if row["feature"] == "op.toy":
+            facts = {k: v for k, v in row.items() if k not in ("id", "reason")}
+            facts |= {"provider": provider, "device": {"name": device}}
+            facts |= {"proof": {"selected": provider}, **changes}
+            made.append(evidence.make_row(**facts))
+    evidence.append(made, folder)
+
+
+def test_what_ran_elsewhere_is_shown_beside_and_decides_nothing(root):
+    before = Checkout(root).statuses(Checkout(root).as_of())
+    elsewhere(root)
+    page, text, markdown = pages(root)
+    assert "| op.toy | 2/2 | 2/2 |" in markdown and '<span class="tag GREEN">2/2</span>' in text
+    for words in ("torch on cpu", "triton on cuda", "triton on cuda 2/2"):
+        assert words in markdown and words in page.words
+    after = Checkout(root).statuses(Checkout(root).as_of())
+    for old, new in zip(before, after, strict=True):
+        assert (old.status, old.reason, old.counts) == (new.status, new.reason, new.counts)
+    told = ledger.as_json(after[0])
+    assert told["beside"] == {"triton on cuda": {"cells": 2, "passed": 2, "statuses": {"GREEN": 2}}}
+    assert "| 2/2 | triton on cuda 2/2 |" in ledger.markdown(after, Checkout(root).as_of())
+    assert "beside" not in told["devices"] and told["devices"] == ["cpu"]
+
+
+def test_what_ran_elsewhere_and_has_become_stale_says_so(root):
+    elsewhere(root)
+    write(root, "vllmx/toy.py", "def double(x):\n    return x * 2\n")
+    page, text, markdown = pages(root)
+    assert "triton on cuda 2/2, STALE" in markdown and "triton on cuda 2/2, STALE" in page.words
+    assert '<span class="tag STALE">2/2, STALE</span>' in text
+
+
+def test_a_failure_elsewhere_counts_and_is_not_beside(root):
+    elsewhere(root, verdict="fail", reason="rmse 3, 2 allowed", device="cpu")
+    row = Checkout(root).statuses(Checkout(root).as_of())[0]
+    assert row.status == "RED" and row.beside == () and len(row.cells) == 4
+    assert "| op.toy | 2/2 | 0/2, RED |" in pages(root)[2]
+
+
 FAULTS = {"M0": "sign", "M1": "sign", "M2": "sign", "M3": "mask", "H1": "honest"}
 
 
@@ -239,7 +283,7 @@ def test_markdown_has_the_areas_and_stays_short_however_much_is_wrong(root):
     red = {"cell": "c", "reason": "r", "broken": None, "worst": "", "command": "x"}
     late = {"status": "STALE", "cells": 1, "cause": "c", "first": "f", "commands": []}
     model = {"verdict": "fail", "status": "RED", "checks": {}, "layers": []}
-    place = {"torch on cpu": {"GREEN": 1}}
+    place = {"torch on cpu": {"cells": 1, "passed": 1, "statuses": {"GREEN": 1}}}
     data |= {"red": [red] * 99, "stale": [late] * 99}
     data |= {"models": {f"m{n}": model for n in range(99)}}
     data |= {"providers": {f"op{n}": place for n in range(40)}}

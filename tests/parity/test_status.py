@@ -170,6 +170,32 @@ def test_failures_of_a_provider_that_nobody_asked_for_count_and_passes_do_not():
         rows = [row(), row(verdict, cell=other)]
         (found,) = status([feature(CELL)], GOLDENS, rows, closures, POLICY, NOW)
         assert (found.status, len(found.cells)) == (expected, cells)
+        assert [cell.status for cell in found.beside] == ["GREEN"] * (2 - cells)
+
+
+@pytest.mark.parametrize("other", ["provider", "device", "mode"])
+@pytest.mark.parametrize(
+    ("verdict", "code", "expected"),
+    [
+        ("pass", CODE, "GREEN"),
+        ("pass", {"fine": "f0", "coarse": "c0"}, "STALE"),
+        ("fail", {"fine": "f0", "coarse": "c0"}, "STALE"),
+        ("skip", CODE, "BLOCKED"),
+        ("invalid", CODE, "UNPROVEN"),
+        ("fail", CODE, "RED"),
+    ],
+)
+def test_what_nobody_asks_for_is_shown_beside_or_counts_as_bad_never_both(
+    other, verdict, code, expected
+):
+    cell = replace(CELL, **{other: "another"})
+    policy = replace(POLICY, repeatable=("cpu", "another"))
+    closures = {CELL.key: CODE, cell.key: CODE}
+    rows = [row(), row(verdict, cell=cell, closure=code)]
+    (found,) = status([feature(CELL)], GOLDENS, rows, closures, policy, NOW)
+    bad = expected == "RED"
+    assert (found.status, len(found.cells)) == (("RED", 2) if bad else ("GREEN", 1))
+    assert [c.status for c in found.beside] == ([] if bad else [expected])
 
 
 OTHER = Cell("op.x", "plain/f32", "fast", "cpu", "eager", "op", "ops/x", graded=True)
@@ -187,7 +213,7 @@ def refusing(rows, reason="takes no float16", **facts):
 def test_a_provider_that_starts_to_refuse_does_not_lose_its_cells_silently():
     shown = [row(), row(cell=OTHER, day=20)]
     found = refusing(shown)
-    assert (found.status, found.lost) == ("UNPROVEN", 1)
+    assert (found.status, found.lost, found.beside) == ("UNPROVEN", 1, ())
     assert "lost: takes no float16; it passed at 2026-06-20T00:00:00Z" in found.reason
     assert found.counts == {"GREEN": 1, "UNPROVEN": 1}
     # Of another code as well: it is not what is here that is asked for.
