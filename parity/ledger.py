@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import sys
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -125,6 +126,11 @@ def places(found: Mapping[str, Mapping[str, Any]]) -> str:
     return "; ".join(f"{place} {share(counts)}" for place, counts in found.items())
 
 
+def short(text: str, most: int) -> str:
+    """At most `most` characters of a text, cut between words; `…` stands for the rest."""
+    return textwrap.shorten(text, most, placeholder=" …")
+
+
 def oracles_of(cells: Iterable[CellStatus]) -> list[str]:
     """Which oracles recorded the goldens that `cells` were held against, and what of them."""
     told = (cell.row["oracle"] for cell in cells if cell.row is not None)
@@ -201,7 +207,7 @@ def _line(row: FeatureStatus) -> str:
     feature = row.feature
     green = row.counts["GREEN"]
     shown = [
-        *(feature.id, feature.tier, row.status, row.reason[:160]),
+        *(feature.id, feature.tier, row.status, short(row.reason, 160)),
         *(f"{green}/{len(row.cells)}" if row.cells else "", places(by_place(row.beside))),
         row.proven[:10],
         *(", ".join(feature.ours), feature.upstream),

@@ -8,15 +8,19 @@ from html import escape
 from typing import Any
 
 from . import svg
-from .ledger import TIERS, places, share, worst
+from .ledger import TIERS, places, share, short, worst
+from .report_data import FIGURES
 from .report_md import (
     BESIDE,
+    MODEL_HEAD,
     SHARES,
     TREND_HEAD,
     adds_up,
     broken_limit,
+    cells_of,
     lane_figures,
     megabytes,
+    model_rows,
     mutation_score,
     trend_rows,
 )
@@ -88,7 +92,7 @@ def page(data: Mapping[str, Any]) -> str:
     """The page."""
     parts = {
         "status": _status(data),
-        "red": _red(data["red"]),
+        "red": _red(data["red"], data["more_red"]),
         "run": _stale(data["stale"]),
         "headroom": _headroom(data["headroom"]),
         "models": _models(data["models"]),
@@ -192,7 +196,7 @@ def _status(data: Mapping[str, Any]) -> str:
     )
 
 
-def _red(cells: Sequence[Mapping[str, Any]]) -> str:
+def _red(cells: Sequence[Mapping[str, Any]], more: int) -> str:
     rows = [
         [
             _tag(c["status"]),
@@ -204,15 +208,16 @@ def _red(cells: Sequence[Mapping[str, Any]]) -> str:
         ]
         for c in cells
     ]
-    return _table(["", "cell", "why", "limit", "worst at", "again with"], rows, "none")
+    rest = f"<p>and {more} more</p>" if more else ""
+    return _table(["", "cell", "why", "limit", "worst at", "again with"], rows, "none") + rest
 
 
 def _stale(entries: Sequence[Mapping[str, Any]]) -> str:
     rows = [
-        [_tag(e["status"]), e["cells"], e["cause"], e["first"], _codes(e["commands"])]
+        [_tag(e["status"]), e["cells"], e["cause"], cells_of(e["of"], 24), _codes(e["commands"])]
         for e in entries
     ]
-    return _table(["", "cells", "why", "first of them", "run"], rows, "nothing")
+    return _table(["", "cells", "why", "of", "run"], rows, "nothing")
 
 
 def _headroom(found: Mapping[str, Any]) -> str:
@@ -229,26 +234,33 @@ def _headroom(found: Mapping[str, Any]) -> str:
 
 
 def _models(found: Mapping[str, Mapping[str, Any]]) -> str:
-    if not found:
-        return '<p class="soft">no data</p>'
-    parts = []
-    for name, entry in found.items():
-        rows = [
-            [key, f"{check['measured']:.3g}", f"{check['limit']:.3g}"]
-            for key, check in entry["checks"].items()
+    """A line a model; what each of its runs was is folded."""
+    rows = [[name, _tag(status), *rest] for name, status, *rest in model_rows(found)]
+    folded = "\n".join(_model(name, entry) for name, entry in found.items())
+    return _table(MODEL_HEAD, rows) + (
+        f"<details><summary>Runs and layers of each</summary>\n{folded}</details>" if found else ""
+    )
+
+
+def _model(name: str, entry: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            *(run["run"], _tag(run["status"]), _figure(run["headroom"]), run["check"]),
+            *(_figure(run["measured"]), _figure(run["limit"])),
+            *(_figure(run["figures"].get(figure)) for figure in FIGURES),
         ]
-        layers = entry["layers"]
-        chart = '<p class="soft">by layer: no data</p>'
-        if layers:
-            series = {"ours": [layer[1] for layer in layers]}
-            series["the oracle's other lane"] = [layer[2] for layer in layers]
-            chart = svg.curves(series, [str(layer[0]) for layer in layers])
-        parts.append(
-            f"<details><summary>{escape(name)}: {escape(entry['verdict'])} "
-            f"{_tag(entry['status']) if entry['status'] else ''}</summary>"
-            f"{_table(['check', 'measured', 'limit'], rows)}{chart}</details>"
-        )
-    return "\n".join(parts)
+        for run in entry["runs"]
+    ]
+    head = ["run", "", "limit / measured", "nearest", "measured", "limit", *FIGURES]
+    chart = '<p class="soft">by layer: no data</p>'
+    if layers := entry["layers"]:
+        numbers = range(max(map(len, layers.values())))
+        chart = svg.curves(layers, [str(number) for number in numbers])
+    return f"<details><summary>{escape(name)}</summary>{_table(head, rows)}{chart}</details>"
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
 
 
 def _providers(found: Mapping[str, Mapping[str, Any]]) -> str:
@@ -323,7 +335,7 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
             row["id"],
             row["tier"],
             _tag(row["status"]),
-            row["reason"][:240],
+            short(row["reason"], 240),
             sum(row["cells"].values()),
             row["proven"][:10],
         ]

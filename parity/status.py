@@ -37,6 +37,8 @@ STATUSES = (
 """Best first."""
 RANK = {name: rank for rank, name in enumerate(STATUSES)} | {"STALE": 4, "UNPROVEN": 4}
 """STALE and UNPROVEN are equally far from green, so that deleting old lines gains nothing."""
+SHOWN = ("GREEN", "DRIFT", "YELLOW")
+"""Statuses of a cell that a clean run of what is here now has passed."""
 BAD = ("fail", "error")
 LOST = "lost: "
 WHOLE_KINDS = ("op", "model", "test", "upstream")
@@ -199,8 +201,8 @@ class FeatureStatus:
 
     @property
     def proven(self) -> str:
-        """Time of the oldest run that its greenness rests on; empty if it isn't green."""
-        times = [c.row["ts"] for c in self.cells if c.row is not None and c.status == "GREEN"]
+        """Time of the oldest run that shows it; empty if any cell is not shown."""
+        times = [c.row["ts"] for c in self.cells if c.row is not None and c.status in SHOWN]
         return min(times, default="") if len(times) == len(self.cells) else ""
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parity import libraries
 from parity.evidence import make_row
-from parity.status import RANK, STATUSES, Cell, Feature, Golden, Policy, status
+from parity.status import RANK, SHOWN, STATUSES, Cell, Feature, Golden, Policy, status
 
 NOW = dt.datetime(2026, 6, 30, tzinfo=dt.UTC)
 CODE = {"fine": "f1", "coarse": "c1"}
@@ -118,6 +118,14 @@ def test_one_failure_on_a_device_that_may_err_is_suspect_and_two_are_red():
     assert judged([first], (gpu,)).status == "SUSPECT"
     assert judged([first, row("fail", day=30, cell=gpu)], (gpu,)).status == "RED"
     assert judged([first, row(day=30, cell=gpu)], (gpu,)).status == "SUSPECT"
+
+
+@pytest.mark.parametrize("details", [{}, {"drift": "row"}, {"fallback": "allclose"}])
+def test_whatever_a_clean_run_has_passed_says_when_it_was_last_shown(details):
+    found = judged([row(details=details)])
+    assert found.status in SHOWN and found.proven == "2026-06-29T00:00:00Z"
+    old = row(details=details, closure={"fine": "f0", "coarse": "c0"})
+    assert judged([old]).proven == judged([row("fail", details=details)]).proven == ""
 
 
 def test_a_later_pass_does_not_take_a_failure_back_but_a_retraction_does():
