@@ -23,7 +23,7 @@ from .features import CANARY
 from .ledger import TIERS, as_json, by_place, equation, totals, troubles
 from .ledger import worst as worst_status
 from .mutant_detectors import Detectors
-from .mutate import CATALOGUE, catalogue, closure_of
+from .mutate import CATALOGUE, WANTED, catalogue, closure_of
 from .plan import join
 from .report_lanes import earlier, lanes
 from .status import STATUSES, Cell, CellStatus, FeatureStatus, by_key, judge
@@ -258,8 +258,6 @@ def _run(cell: CellStatus) -> dict[str, Any]:
 def mutation(checkout: Checkout, now: dt.datetime) -> dict[str, Any]:
     """Every planted fault of the catalogue by category, judged as any other cell: a run of other
     code or of a dirty tree finds nothing. Honest alternates apart.
-
-    total: faults that there are; looked: those that a run speaks of that counts.
     """
     path = checkout.parity / CATALOGUE.name
     rows, policy = by_key(checkout.evidence), checkout.policy
@@ -279,12 +277,26 @@ def mutation(checkout: Checkout, now: dt.datetime) -> dict[str, Any]:
             missed.append(f"{mutant.name}: {told.reason}")
     words = sum(by_category.values(), Counter[str]())
     return {
-        "total": words.total(),
-        "looked": words["found"] + words["missed"],
-        "found": words["found"],
+        **score(words),
         "honest": dict(sorted(honest.items())),
         "categories": {name: dict(sorted(by_category[name].items())) for name in by_category},
         "missed": sorted(missed),
+    }
+
+
+def score(words: Counter[str]) -> dict[str, Any]:
+    """What planted faults, counted by what came of them, add up to.
+
+    total: faults that there are; looked: those that a run speaks of that counts; wanted: the share
+    of all that has to be found, and reached: whether it is. What nobody looked at is not found.
+    """
+    total, found = words.total(), words["found"]
+    return {
+        "total": total,
+        "looked": found + words["missed"],
+        "found": found,
+        "wanted": WANTED,
+        "reached": not total or found / total >= WANTED,
     }
 
 

@@ -20,6 +20,7 @@ from .report_md import (
     cells_of,
     lane_figures,
     megabytes,
+    missed_target,
     model_rows,
     mutation_score,
     trend_rows,
@@ -51,6 +52,7 @@ h1 { font-size: 1.5rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2r
 nav { display: flex; flex-wrap: wrap; gap: .25rem .9rem; margin: .5rem 0 1rem; }
 a { color: inherit; } code { font-size: .85em; overflow-wrap: anywhere; }
 .invalid { border: 2px solid #c62f2f; padding: .5rem .75rem; font-weight: 600; }
+.missed { border-left: .3rem solid #e07a3f; padding: .1rem .6rem; font-weight: 600; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .5rem;
@@ -111,6 +113,7 @@ def page(data: Mapping[str, Any]) -> str:
         for name, title in SECTIONS
     )
     trouble = "".join(f'<p class="invalid">INVALID: {escape(t)}</p>' for t in data["trouble"])
+    trouble += _missed_target(data["mutation"])
     colours = "".join(
         f".s-{name} {{ fill: {colour}; }} .tag.{name} {{ background: {colour}; }}\n"
         for name, colour in COLOURS.items()
@@ -277,9 +280,15 @@ def _share(counts: Mapping[str, Any]) -> str:
     return f'<span class="tag {worst(counts["statuses"])}">{share(counts)}</span>'
 
 
+def _missed_target(found: Mapping[str, Any]) -> str:
+    words = missed_target(found)
+    return f'<p class="missed">{escape(words)}</p>' if words else ""
+
+
 def _mutation(found: Mapping[str, Any]) -> str:
     rows = [[name, adds_up(counts)] for name, counts in found["categories"].items()]
-    parts = [f"<p>{escape(mutation_score(found))}</p>", _table(["category", "faults"], rows)]
+    parts = [f"<p>{escape(mutation_score(found))}</p>", _missed_target(found)]
+    parts.append(_table(["category", "faults"], rows))
     if found["looked"]:
         parts.append(_table(["not found"], [[text] for text in found["missed"]], "none"))
     return "\n".join(parts)

@@ -29,6 +29,7 @@ def _lines(data: Mapping[str, Any], most: int) -> list[str]:
     """The page with at most `most` lines a list."""
     lines = ["# Parity with upstream", ""]
     lines += [f"**INVALID: {trouble}**" for trouble in data["trouble"]]
+    lines += [f"**{words}**" for words in [missed_target(data["mutation"])] if words]
     lines += [
         "Written by `vllmx parity report`; every figure is computed from parity/evidence. As of",
         f"{data['as_of']}. The canary, a planted fault, is {data['canary']}.",
@@ -175,20 +176,31 @@ def _models(found: Mapping[str, Mapping[str, Any]], most: int) -> list[str]:
 
 
 def mutation_score(found: Mapping[str, Any]) -> str:
-    """How many of all faults are found, of the runs that count; `no data` where there is none."""
+    """`150 of 201 planted faults found (74.6 %), 160 of 201 looked at. ...`; the share is of all of
+    them, in runs that count, and rounded down; `no data` where nobody looked."""
     total, looked = found["total"], found["looked"]
     if not looked:
-        rest = f": {total} planted faults, `vllmx parity mutate` looks for them" if total else ""
-        return NO_DATA + rest
-    percent = 100 * found["found"] / total
-    words = f"{found['found']} of {total} found ({percent:.1f} %)"
-    words += f", {total - looked} not looked at" if looked < total else ""
+        rest = f": 0 of {total} planted faults looked at, `vllmx parity mutate` plants them"
+        return NO_DATA + (rest if total else "")
+    percent = 1000 * found["found"] // total / 10
+    words = f"{found['found']} of {total} planted faults found ({percent:.1f} %), "
+    words += f"{looked} of {total} looked at"
     return f"{words}. Honest alternates: {adds_up(found['honest'])}."
 
 
+def missed_target(found: Mapping[str, Any]) -> str:
+    """That too few planted faults are found; empty where enough are, or none are planted."""
+    if found["reached"]:
+        return ""
+    wanted = f"{100 * found['wanted']:.0f} %"
+    return f"Missed target: {wanted} of the planted faults have to be found, {found['found']} are."
+
+
 def _mutation(found: Mapping[str, Any], most: int) -> list[str]:
-    rows = [[name, adds_up(counts)] for name, counts in found["categories"].items()]
-    lines = [mutation_score(found), "", *(table(["category", "faults"], rows) if rows else [])]
+    missed = [f"**{words}**"] if (words := missed_target(found)) else []
+    categories = (f"{name} {adds_up(counts)}" for name, counts in found["categories"].items())
+    parts = [f"By category: {'; '.join(categories)}."] if found["categories"] else []
+    lines = [mutation_score(found), *missed, *parts]
     lines += [f"- not found: {words}" for words in found["missed"][:most]]
     return lines + _rest(len(found["missed"]) - most)
 

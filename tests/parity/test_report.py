@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 
 import pytest
@@ -403,23 +404,62 @@ def test_environments_tell_of_the_gpu_and_its_libraries(root):
 def test_planted_faults_show_their_score(root):
     planted(root, {"M0": "pass", "M1": "pass", "M2": "pass", "M3": "fail", "H1": "pass"})
     page, _, markdown = pages(root)
-    assert "3 of 4 found (75.0 %)." in markdown and "M3: got past" in markdown
-    assert "3 of 4 found (75.0 %)." in page.words and "M3: got past" in page.words
-    assert "Honest alternates: 1 = 1 accepted" in markdown
+    words = "3 of 4 planted faults found (75.0 %), 4 of 4 looked at."
+    for text in (page.words, markdown):
+        assert words in text and "M3: got past" in text
+        assert "Honest alternates: 1 = 1 accepted" in text
+    assert "By category: sign 3 = 3 found; mask 1 = 1 missed." in markdown
 
 
 def test_the_score_is_of_all_faults_and_of_runs_that_count(root):
     planted(root, {"M0": "pass", "M3": "invalid"})
     page, _, markdown = pages(root)
-    assert "1 of 4 found (25.0 %), 3 not looked at." in markdown and "M3: got past" in page.words
+    words = "1 of 4 planted faults found (25.0 %), 1 of 4 looked at."
+    assert words in markdown and words in page.words and "M3: got past" in page.words
     write(root, "vllmx/toy.py", "def double(x):\n    return 2 * x + x + x\n")
-    assert "no data: 4 planted faults" in pages(root)[2]
+    assert "no data: 0 of 4 planted faults looked at" in pages(root)[2]
+
+
+@pytest.mark.parametrize(
+    ("found", "looked", "total", "told", "missed"),
+    [
+        (0, 0, 0, "no data", False),
+        (0, 0, 4, "no data: 0 of 4 planted faults looked at", True),
+        (4, 4, 201, "4 of 201 planted faults found (1.9 %), 4 of 201 looked at", True),
+        (94, 94, 100, "(94.0 %), 94 of 100 looked at", True),
+        (1899, 2000, 2000, "(94.9 %), 2000 of 2000 looked at", True),
+        (95, 100, 100, "(95.0 %), 100 of 100 looked at", False),
+        (100, 100, 100, "(100.0 %), 100 of 100 looked at", False),
+    ],
+)
+def test_a_share_below_what_is_wanted_is_a_missed_target(root, found, looked, total, told, missed):
+    """Those that nobody looked at count as not found, and no rounding reaches the target."""
+    words = Counter({"found": found, "missed": looked - found, "stale": total - looked})
+    data = report_data.build(Checkout(root), Checkout(root).as_of())
+    data["mutation"] |= report_data.score(words)
+    markdown, html = report_md.page(data), Page(report_html.page(data)).words
+    sentence = f"Missed target: 95 % of the planted faults have to be found, {found} are."
+    for page in (markdown, html):
+        assert told in page and page.count(sentence) == 2 * missed
+        assert ("Missed target" in page.split("Planted faults")[0]) == missed, "said at the top"
+
+
+def test_a_missed_target_makes_nothing_invalid_or_stale(root, capsys):
+    planted(root, {"M0": "fail"})
+    config = RunConfig()
+    assert report.run(config) == 0
+    config.parity.check = True
+    assert report.run(config) == 0
+    assert "Missed target" in (root / "reports" / "parity.md").read_text()
+    assert "Missed target" in (root / "reports" / "parity.html").read_text()
+    assert "INVALID" not in capsys.readouterr().out
 
 
 def test_faults_found_in_a_dirty_tree_are_not_found(root):
     planted(root, dict.fromkeys(FAULTS, "pass"), run={"dirty": True})
     page, _, markdown = pages(root)
-    assert "no data: 4 planted faults" in markdown and "no data: 4 planted faults" in page.words
+    words = "no data: 0 of 4 planted faults looked at"
+    assert words in markdown and words in page.words
 
 
 def test_markdown_has_the_areas_and_stays_short_however_much_is_wrong(root):
