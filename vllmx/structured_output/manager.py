@@ -33,7 +33,7 @@ class StructuredOutputManager:
     """Compiles the grammars of requests and fills the bitmasks of steps.
 
     `grammar_init` may be called from any thread, the rest belongs to the engine's loop. Nothing is
-    loaded before the first request with a constraint comes.
+    loaded before the first request with a constraint comes, but what `prepare` makes.
     """
 
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any | None = None) -> None:
@@ -61,6 +61,15 @@ class StructuredOutputManager:
         return get_tokenizer(self.vllm_config)
 
     # ------------------------------------------------------------------ compilation
+
+    def prepare(self) -> None:
+        """Make, when the engine starts, what would stop its loop at the first request."""
+        name = self.vllm_config.structured_outputs_config.backend
+        if name != "lm-format-enforcer" or self.vllm_config.model_config.skip_tokenizer_init:
+            return
+        with self._lock:
+            self.backends[name] = self._make_backend(name)
+        self.backends[name].prepare()
 
     def grammar_init(self, request: Request) -> None:
         """Have the grammar of `request` compiled, if it has a constraint."""
