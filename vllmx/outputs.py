@@ -35,7 +35,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     """stop, length, abort, error or repetition; None while it goes on."""
     stop_reason: int | str | None = None
-    """The stop string or stop token that ended it; None for the end-of-sequence token."""
+    """The stop string or stop token that ended it; None for the end-of-sequence token. Where a
+    constraint could not be compiled (`finish_reason` "error"): why."""
     lora_request: Any | None = None
     """The adapter that was used."""
 

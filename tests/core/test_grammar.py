@@ -2,6 +2,7 @@
 from concurrent.futures import Future
 
 import numpy as np
+import pytest
 from engine_helpers import make_config, make_core, make_request, run_model
 from engine_helpers import make_scheduler as make_plain_scheduler
 
@@ -87,6 +88,26 @@ def test_request_with_a_constraint_waits_for_its_grammar():
     assert make_request("b").structured_output_request is None
 
 
+@pytest.mark.parametrize("ends", ["a", None])
+def test_request_that_is_ended_from_outside_has_no_grammar_compiled(ends):
+    scheduler = make_scheduler()
+    compiling = Future()
+    scheduler.add_request(constrained("a", compiling))
+    scheduler.add_request(make_request("free", max_tokens=10))
+    scheduler.finish_requests(ends, RequestStatus.FINISHED_ABORTED)
+    assert compiling.cancelled() and "a" not in scheduler.requests
+
+
+def test_request_whose_grammar_is_not_compiled_is_told_why():
+    scheduler = make_scheduler()
+    compiling = Future()
+    compiling.set_exception(ValueError("it has no word"))
+    scheduler.add_request(constrained("a", compiling))
+    outputs = step(scheduler)
+    assert outputs["a"].finish_reason == FinishReason.ERROR
+    assert outputs["a"].stop_reason == "The constraint cannot be compiled: it has no word"
+
+
 def test_grammar_sees_what_was_sampled_and_lets_the_request_go_on():
     scheduler = make_scheduler()
     grammar = Digits()
@@ -104,6 +125,7 @@ def test_grammar_that_cannot_advance_ends_its_request_alone_with_an_error(caplog
     step(scheduler, a=[1], free=[7])
     outputs = step(scheduler, a=[12], free=[7])
     assert outputs["a"].finish_reason == FinishReason.ERROR
+    assert outputs["a"].stop_reason is None, "no fault of the client's"
     assert "Request a ends with an error" in caplog.text
     assert set(scheduler.requests) == {"free"} and len(scheduler.running) == 1
     assert scheduler.schedule().finished_req_ids == {"a"}

@@ -10,6 +10,7 @@ import torch
 from vllmx.config import ReasoningConfig, StructuredOutputsConfig, VllmConfig
 from vllmx.engine.front import set_reasoning_markers
 from vllmx.exceptions import UserError
+from vllmx.sample import thinking_budget
 from vllmx.sample.sampler import Sampler
 from vllmx.sampling_params import SamplingParams
 from vllmx.worker.states import RequestState
@@ -83,6 +84,42 @@ def test_a_request_goes_on_where_it_was_preempted(cut: int) -> None:
     whole = run(make([1], 2), wants)
     first = run(make([1], 2), wants[:cut])
     assert first + run(make([1], 2, output=first), wants[cut:]) == whole
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [([1], [2]), (START, END), ([1, 1], [1, 2]), ([1], [1, 1]), ([1, 2], [2]), ([2], [2, 2, 1])],
+    ids=str,
+)
+def test_the_row_of_a_preempted_request_is_what_its_tokens_led_to(start, end) -> None:
+    """Whatever was sampled, forced or not: the row is moved on by each token, or made at once."""
+    rng = np.random.default_rng(0)
+    words = sorted({*start, *end, WORD})
+    for _ in range(100):
+        budget, num_prompt = int(rng.integers(0, 6)), int(rng.integers(1, 6))
+        tokens = rng.choice(words, num_prompt + int(rng.integers(0, 25))).tolist()
+        prompt, output = tokens[:num_prompt], tokens[num_prompt:]
+        _, sampler, row = make(prompt, budget, [], start, end)
+        for token in output:
+            sampler.thinking_budget_state.record(np.array([row]), torch.tensor([token]))
+        _, resumed, again = make(prompt, budget, output, start, end)
+        moved, made = (
+            sampler.thinking_budget_state.table[row],
+            resumed.thinking_budget_state.table[again],
+        )
+        assert made.tolist() == moved.tolist(), (prompt, output, budget)
+
+
+def test_a_long_answer_is_taken_over_without_a_look_at_each_of_its_tokens(monkeypatch) -> None:
+    looks = []
+    following, advance = thinking_budget._next, thinking_budget._advance
+    monkeypatch.setattr(thinking_budget, "_next", lambda *a: looks.append(1) or following(*a))
+    monkeypatch.setattr(thinking_budget, "_advance", lambda *a: looks.append(1) or advance(*a))
+    output = [*START, *[WORD] * 20, *END, *[ANSWER] * 30]
+    for budget in (20, 40):
+        looks.clear()
+        make([1], budget, output)
+        assert 0 < len(looks) < 8
 
 
 def test_rows_keep_apart_whatever_their_order() -> None:

@@ -178,3 +178,19 @@ def test_constraints_that_are_none_answer_400_with_what_is_wrong(
         error = error_of(ask(letters_url, path, **body), 400)
         assert error["param"] == param and words in error["message"]
     assert text_of(ask(letters_url, COMPLETIONS, structured_outputs={"choice": ["a"]})) == "a"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"stream": True}], ids=str)
+def test_what_cannot_be_compiled_answers_400_with_the_reason(
+    letters_url: str, path: str, more: dict[str, Any]
+) -> None:
+    """It is found in the engine, when the request is queued."""
+    answer = ask(letters_url, path, structured_outputs={"grammar": "root ::= root"}, **more)
+    if more == {"stream": True}:
+        error = strict_json(answer.text.split("\n")[0].removeprefix("data: "))["error"]
+    else:
+        error = error_of(answer, 400)
+    assert (error["code"], error["param"]) == (400, "structured_outputs")
+    assert "no answer can be written" in error["message"]
+    assert text_of(ask(letters_url, path, structured_outputs={"choice": ["a"]})) == "a"

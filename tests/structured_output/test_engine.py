@@ -18,6 +18,7 @@ from vllmx.sampling_params import StructuredOutputsParams
 from vllmx.structured_output import manager as manager_module
 from vllmx.structured_output import validation
 from vllmx.structured_output.backend_guidance import GuidanceBackend
+from vllmx.structured_output.backend_lm_format_enforcer import LMFormatEnforcerBackend
 
 SCHEMA = {
     "type": "object",
@@ -216,6 +217,25 @@ def test_a_grammar_that_fails_to_compile_ends_its_request_alone(monkeypatch, cap
     assert "the library gave up" in caplog.text
     assert generate(llm, constrained("choice"))[0].text in KINDS["choice"][0]
     assert not llm.llm_engine.has_unfinished_requests()
+
+
+def test_what_would_stop_the_loop_is_made_when_the_engine_starts(monkeypatch) -> None:
+    llm = engine(monkeypatch, structured_outputs__backend="lm-format-enforcer")
+
+    def make_tree(self, without):
+        raise AssertionError("a tree is made while requests run")
+
+    monkeypatch.setattr(LMFormatEnforcerBackend, "_make_tree", make_tree)
+    for kind in ("regex", "json_object"):
+        assert generate(llm, constrained(kind, max_tokens=60))[0].finish_reason == "stop"
+    without = {
+        "structured_outputs__backend": "lm-format-enforcer",
+        "model__skip_tokenizer_init": True,
+    }
+    for settings in ({"structured_outputs__backend": "auto"}, without):
+        made = manager_module.StructuredOutputManager(config(**settings))
+        made.prepare()
+        assert not made.backends
 
 
 def test_what_cannot_be_enforced_never_reaches_the_engine(monkeypatch) -> None:

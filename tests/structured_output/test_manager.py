@@ -14,6 +14,7 @@ from vllmx.exceptions import UserError
 from vllmx.reasoning import ReasoningParserManager
 from vllmx.reasoning.basic_parsers import DeepSeekR1ReasoningParser, Qwen3ReasoningParser
 from vllmx.sampling_params import StructuredOutputsParams
+from vllmx.structured_output import compilation
 from vllmx.structured_output.backend_guidance import GuidanceBackend
 from vllmx.structured_output.backend_types import StructuredOutputOptions
 from vllmx.structured_output.manager import StructuredOutputManager
@@ -74,6 +75,155 @@ def test_a_grammar_is_compiled_in_another_thread_and_compiled_once(monkeypatch) 
     assert all(name.startswith("grammar") for name in names)
     assert first is not second and len(made.backends["guidance"]._compiled) == 1
     made.clear_backend()
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Patterns that begin with an s take until this is set; `begun` has all that were begun."""
+    release, compile_grammar = threading.Event(), GuidanceBackend.compile_grammar
+    release.begun = []
+
+    def compile_held(self, kind, spec, options=None):
+        release.begun.append(spec)
+        if spec[0] == "s":
+            release.wait(20)
+        return compile_grammar(self, kind, spec, options)
+
+    monkeypatch.setattr(GuidanceBackend, "compile_grammar", compile_held)
+    yield release
+    release.set()
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def asked_for(made: StructuredOutputManager, *patterns: str) -> list:
+    requests = [constrained(pattern, str(i)) for i, pattern in enumerate(patterns)]
+    for request in requests:
+        made.grammar_init(request)
+    return [request.structured_output_request for request in requests]
+
+
+def failure_of(made: StructuredOutputManager, pattern: str) -> str:
+    """Why a pattern was not compiled, "" if it was."""
+    structured = asked_for(made, pattern)[0]
+    wait_until(structured._grammar.done)
+    return str(structured.failure or "")
+
+
+def test_a_grammar_that_is_known_waits_for_none_that_is_slow(held) -> None:
+    made = manager()
+    known = ready(made, constrained("a+"))
+    slow = asked_for(made, *(f"s{i}" for i in range(80)))
+    assert ready(made, constrained("a+")) is not known
+    assert not any(structured.is_grammar_ready for structured in slow)
+    made.clear_backend()
+
+
+def test_one_slow_grammar_leaves_room_for_another_that_is_new(held) -> None:
+    made = manager()
+    # However many ask for it: it is begun once.
+    slow = asked_for(made, *["slow"] * 40)
+    assert ready(made, constrained("[0-9]"))
+    assert held.begun.count("slow") == 1
+    held.set()
+    wait_until(lambda: all(structured.is_grammar_ready for structured in slow))
+    assert len({id(structured.grammar) for structured in slow}) == 40
+
+
+def test_what_nobody_waits_for_keeps_nobody_waiting(held) -> None:
+    made = manager()
+    first = asked_for(made, *(f"s{i}" for i in range(3)))
+    wait_until(lambda: held.begun)
+    num_workers = made._compiler._executor._max_workers
+    slow = [*first, *asked_for(made, *(f"s{i}" for i in range(3, 3 + num_workers)))]
+    wait_until(lambda: len(held.begun) >= num_workers)
+    for structured in slow:
+        structured.cancel()
+        assert structured.failure is None
+    assert ready(made, constrained("[a-c]"))
+    assert len(held.begun) <= num_workers + 1, "what had not begun never does"
+    # The thread that goes on is the one that its next client gets the grammar of.
+    again = asked_for(made, held.begun[0])[0]
+    held.set()
+    wait_until(lambda: again.is_grammar_ready)
+    assert again.grammar is not None and held.begun.count(held.begun[0]) == 1
+    # Of several who wait for the same, one may leave.
+    held.clear()
+    left, stays = asked_for(made, "sx", "sx")
+    left.cancel()
+    held.set()
+    wait_until(lambda: stays.is_grammar_ready)
+    assert stays.grammar is not None
+
+
+def test_every_grammar_has_a_time_limit_and_is_begun_once(held, monkeypatch) -> None:
+    monkeypatch.setattr(compilation, "GRAMMAR_COMPILATION_TIMEOUT_S", 0.02)
+    made = manager()
+    for _ in range(3):
+        assert "given up after 0.02 s" in failure_of(made, "slow")
+    assert held.begun == ["slow"]
+    held.set()
+    monkeypatch.setattr(compilation, "GRAMMAR_COMPILATION_TIMEOUT_S", 10)
+    wait_until(lambda: not failure_of(made, "slow"))
+
+
+def test_threads_that_were_given_up_are_bounded(held, monkeypatch) -> None:
+    monkeypatch.setattr(compilation, "GRAMMAR_COMPILATION_TIMEOUT_S", 0.005)
+    made = manager()
+    failures = [failure_of(made, f"s{i}") for i in range(100)]
+    places = made._compiler._attempts.num_places
+    assert len(held.begun) == places
+    assert f"{places} others that nobody waits for" in failures[-1]
+    held.set()
+    monkeypatch.setattr(compilation, "GRAMMAR_COMPILATION_TIMEOUT_S", 10)
+    wait_until(lambda: not failure_of(made, "[a-z]"))
+
+
+def test_an_engine_that_ends_waits_for_no_grammar(held) -> None:
+    made = manager()
+    slow = asked_for(made, *(f"s{i}" for i in range(9)))
+    wait_until(lambda: held.begun)
+    made.clear_backend()
+    assert all(structured._grammar.cancelled() for structured in slow)
+    for worker in made._compiler._executor._threads:
+        worker.join(10)
+        assert not worker.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("backend", "constraint"),
+    [
+        ("xgrammar", {"grammar": "root ::= root"}),
+        ("xgrammar", {"regex": r"[^\s\S]"}),
+        ("guidance", {"grammar": "start: start"}),
+        ("guidance", {"regex": r"[^\s\S]"}),
+        ("lm-format-enforcer", {"regex": r"[^\s\S]"}),
+    ],
+    ids=str,
+)
+def test_a_grammar_without_a_word_is_an_error_of_its_own(backend: str, constraint: dict) -> None:
+    made = manager(backend=backend)
+    asked = StructuredOutputsParams(**constraint)
+    request = make_request("a", ids("no"), structured_outputs=asked)
+    made.grammar_init(request)
+    structured = request.structured_output_request
+    wait_until(lambda: structured.failure is not None)
+    assert "no answer can be written" in str(structured.failure)
+
+
+@pytest.mark.parametrize("grammar", ['root ::= ""', 'root ::= "" | "a"'])
+def test_the_empty_text_is_an_answer(grammar: str) -> None:
+    made = manager(backend="xgrammar")
+    request = make_request(
+        "a", ids("no"), structured_outputs=StructuredOutputsParams(grammar=grammar)
+    )
+    ready(made, request)
+    assert END in tokens(mask(made, request)[0])
 
 
 def test_engines_launched_together_compile_at_once() -> None:
@@ -243,6 +393,6 @@ def test_parsers_are_found_by_name_and_plugins_bring_more(tmp_path) -> None:
 
 def test_nothing_is_loaded_before_it_is_needed() -> None:
     made = StructuredOutputManager(config())
-    assert "tokenizer" not in vars(made) and not made.backends and made._executor is None
+    assert "tokenizer" not in vars(made) and not made.backends and made._compiler is None
     made.grammar_init(make_request("plain"))
-    assert made._executor is None and VOCAB % 32 == 0
+    assert made._compiler is None and VOCAB % 32 == 0

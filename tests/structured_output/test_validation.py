@@ -4,16 +4,19 @@
 import copy
 import json
 import random
+import threading
 import time
 from types import SimpleNamespace
 
 import pytest
-from structured_helpers import refusal, validate
+from structured_helpers import Kind, refusal, validate
+from structured_helpers import backend as backend_of
 
 from vllmx.config import StructuredOutputsConfig
 from vllmx.exceptions import UserError, VLLMValidationError
 from vllmx.sampling_params import SamplingParams, StructuredOutputsParams
-from vllmx.structured_output import utils
+from vllmx.structured_output import utils, validation
+from vllmx.structured_output.compilation import Attempts
 from vllmx.structured_output.utils import (
     choice_as_grammar,
     compile_regex_with_timeout,
@@ -211,6 +214,74 @@ def test_a_pattern_that_takes_for_ever_is_given_up(monkeypatch) -> None:
         compile_regex_with_timeout(lambda pattern: {}[pattern], "a")
     monkeypatch.setattr(utils, "VLLM_REGEX_COMPILATION_TIMEOUT_S", 0)
     assert compile_regex_with_timeout(lambda pattern: "done", "a") == "done"
+
+
+def test_a_pattern_that_was_given_up_is_refused_at_once_and_not_begun_again(monkeypatch) -> None:
+    monkeypatch.setattr(utils, "VLLM_REGEX_COMPILATION_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(utils, "_patterns", Attempts(4))
+    release, begun = threading.Event(), []
+
+    def slow(pattern: str) -> str:
+        begun.append(pattern)
+        release.wait(20)
+        return pattern
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"timed out after 0.02s.*\(a\+\)\+"):
+            compile_regex_with_timeout(slow, "(a+)+")
+    assert begun == ["(a+)+"]
+    for pattern in ("(c+)+", "(d+)+", "(e+)+"):
+        with pytest.raises(ValueError, match="timed out"):
+            compile_regex_with_timeout(slow, pattern)
+    with pytest.raises(ValueError, match=r"4 patterns .* Send it again later. Pattern: \(b\+\)\+"):
+        compile_regex_with_timeout(slow, "(b+)+")
+    assert len(begun) == 4
+    release.set()
+    monkeypatch.setattr(utils, "VLLM_REGEX_COMPILATION_TIMEOUT_S", 10)
+    assert compile_regex_with_timeout(slow, "(b+)+") == "(b+)+"
+    # What the first thread came to after all is there for whoever asks now.
+    utils._patterns._attempts[slow, "(a+)+"].result.result(10)
+    assert compile_regex_with_timeout(slow, "(a+)+") == "(a+)+" and begun.count("(a+)+") == 1
+
+
+def test_every_library_knows_the_pattern_that_it_has_begun(monkeypatch) -> None:
+    """Its work has the same name each time."""
+    asked, run = [], Attempts.run
+
+    def note(self, key, *args, **kwargs):
+        asked.append(key)
+        return run(self, key, *args, **kwargs)
+
+    monkeypatch.setattr(Attempts, "run", note)
+    for name in NAMES:
+        for _ in range(2):
+            validation._choose.cache_clear()
+            validate(StructuredOutputsParams(regex="[0-9]{2}"), name)
+            made = backend_of(name)
+            made.compile_grammar(Kind.REGEX, "[0-9]{2}")
+            vars(made).get("_indexes", {}).clear()
+    # Both at validation and at compilation, but for llguidance, which is never slow.
+    assert len(asked) == 8 and len(set(asked)) == 4
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        {},
+        True,
+        {"type": "array"},
+        {"type": "array", "items": {}},
+        {"type": "object", "properties": {"a": True}},
+        {"type": ["null", "object"]},
+        {"anyOf": [{"type": "null"}, {"type": "array", "minItems": 1}]},
+    ],
+    ids=str,
+)
+def test_outlines_refuses_what_it_would_compile_for_minutes(schema) -> None:
+    message = refusal(StructuredOutputsParams(json=json.dumps(schema)), "outlines")
+    assert "features not supported by outlines: " in message and "(at #" in message
+    assert validate(StructuredOutputsParams(json=OBJECT), "outlines")
 
 
 WORDS = [

@@ -377,12 +377,9 @@ class Scheduler(
         self._gave_up += (request,)
 
     def _end_without_grammar(self, request: Request) -> None:
-        """End a request whose grammar could not be compiled."""
-        logger.error(
-            "Request %s ends with an error: its grammar cannot be compiled: %s",
-            request.request_id,
-            grammar_failure(request),
-        )
+        """End a request whose grammar could not be compiled, and say why."""
+        request.stop_reason = f"The constraint cannot be compiled: {grammar_failure(request)}"
+        logger.error("Request %s ends with an error: %s", request.request_id, request.stop_reason)
         request.status = RequestStatus.FINISHED_ERROR
         self._free_request(request)
         self._gave_up += (request,)
@@ -732,6 +729,7 @@ class Scheduler(
         manager = self.structured_output_manager
         if not advance_grammar(manager, request, new_token_ids):
             request.status = RequestStatus.FINISHED_ERROR
+            request.stop_reason = None
         elif not request.is_finished() and ends_by_grammar(request):
             request.status = RequestStatus.FINISHED_STOPPED
         else:
@@ -823,6 +821,8 @@ class Scheduler(
                 self.num_waiting_for_streaming_input -= 1
             is_loading = self._is_loading(request)
             request.status = finished_status
+            if request.structured_output_request is not None:
+                request.structured_output_request.cancel()
             self._free_request(request, delay_free_blocks=is_loading)
         return [(request.request_id, request.client_index) for request in ending]
 

@@ -51,6 +51,7 @@ class EngineCore:
                 self.kv_cache_config, vllm_config
             )
             self.scheduler = self._make_scheduler()
+            self.structured_output_manager.prepare()
         except BaseException:
             self.model_executor.shutdown()
             raise

@@ -54,24 +54,54 @@ class ThinkingBudgetState:
         tokens = states.all_token_ids.np[row, :total_len].astype(np.int64)
         budget = params.thinking_token_budget
         assert budget is not None
-        state = torch.from_numpy(self._after_prompt(tokens[:prompt_len], budget))
-        for token in torch.from_numpy(tokens[prompt_len:]):
-            state = _advance(
-                state, token.view(1), torch.from_numpy(self.start), torch.from_numpy(self.end)
-            )
-        self.table[row] = state[0].to(states.device)
+        numbers = self._after_prompt(tokens[:prompt_len], budget)
+        state = np.full(WINDOW + self.window, -1, dtype=np.int64)
+        state[:WINDOW] = self._after_output(numbers, tokens, prompt_len)
+        kept = tokens[-self.window :]
+        state[WINDOW + self.window - len(kept) :] = kept
+        self.table[row] = torch.from_numpy(state).to(states.device)
 
-    def _after_prompt(self, prompt: np.ndarray, budget: int) -> np.ndarray:
-        """The row [1, WINDOW + window] of a request that has generated nothing."""
+    def _after_prompt(self, prompt: np.ndarray, budget: int) -> tuple[int, ...]:
+        """The first WINDOW numbers of the row of a request that has generated nothing."""
         started, ended = _last(prompt, self.start), _last(prompt, self.end)
-        state = np.full((1, WINDOW + self.window), -1, dtype=np.int64)
         thinking = started > ended
         count = len(prompt) - started - len(self.start) if thinking else 0
         forced = 0 if thinking and count >= budget else -1
-        state[0, :WINDOW] = (thinking, count, 0, forced, budget)
-        kept = prompt[-self.window :]
-        state[0, WINDOW + self.window - len(kept) :] = kept
-        return state
+        return thinking, count, 0, forced, budget
+
+    def _after_output(
+        self, numbers: tuple[int, ...], tokens: np.ndarray, num_prompt: int
+    ) -> tuple[int, ...]:
+        """The same after all of `tokens`, whose first `num_prompt` led to `numbers`: what a call
+        of `_advance` for each would give, by a look at those alone that change anything."""
+        thinking, count, spent, forced, budget = numbers
+        # Places of the tokens that complete a marker.
+        ends = _places(tokens, self.end) + len(self.end) - 1
+        starts = np.setdiff1d(_places(tokens, self.start) + len(self.start) - 1, ends)
+        completes_end, completes_start = set(ends.tolist()), set(starts.tolist())
+        output, end = tokens[num_prompt:].tolist(), self.end.tolist()
+        at, total = num_prompt, len(tokens)
+        while at < total:
+            if forced < 0:  # no marker is under way, so the next event may be far
+                event = min(_next(ends if thinking else starts, at), total)
+                if thinking:
+                    event = min(event, at + budget - count - 1)
+                    count += event - at
+                elif event > at:
+                    count = 0
+                at = event
+                if at == total:
+                    break
+            count = count + 1 if thinking else 0
+            thinking = at not in completes_end if thinking else at in completes_start
+            obeyed = forced >= 0 and output[at - num_prompt] == end[forced]
+            forced = forced + 1 if obeyed else -1
+            if done := forced == len(end):
+                spent = 1
+            if done or forced < 0:
+                forced = 0 if thinking and (count >= budget or spent) else -1
+            at += 1
+        return thinking, count, spent, forced, budget
 
     def apply(
         self, logits: Tensor, rows: np.ndarray, drafts: SpecDecodeMetadata | None = None
@@ -133,10 +163,21 @@ def _advance(state: Tensor, tokens: Tensor, start: Tensor, end: Tensor) -> Tenso
     return torch.cat((torch.stack(numbers, dim=1), window), dim=1)
 
 
+def _places(tokens: np.ndarray, marker: np.ndarray) -> np.ndarray:
+    """Where `marker` begins in `tokens`, in order."""
+    if len(tokens) < len(marker):
+        return np.empty(0, dtype=np.int64)
+    found = (np.lib.stride_tricks.sliding_window_view(tokens, len(marker)) == marker).all(axis=1)
+    return np.flatnonzero(found)
+
+
 def _last(tokens: np.ndarray, marker: np.ndarray) -> int:
     """Where `marker` begins in `tokens` for the last time, -1 if it does not."""
-    if len(tokens) < len(marker):
-        return -1
-    found = (np.lib.stride_tricks.sliding_window_view(tokens, len(marker)) == marker).all(axis=1)
-    places = np.flatnonzero(found)
+    places = _places(tokens, marker)
     return int(places[-1]) if len(places) else -1
+
+
+def _next(places: np.ndarray, at: int) -> int:
+    """The first of the ordered `places` that is not before `at`; beyond all tokens if none is."""
+    index = int(np.searchsorted(places, at))
+    return int(places[index]) if index < len(places) else np.iinfo(np.int64).max

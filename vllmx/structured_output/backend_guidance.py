@@ -69,6 +69,9 @@ class GuidanceBackend(StructuredOutputBackend):
                 matcher = llguidance.LLMatcher(self.ll_tokenizer, text)
                 if error := matcher.get_error():
                     raise ValueError(f"Grammar error: {error}")
+                matcher.compute_bitmask()
+                if matcher.is_error():  # its mask then has the end token, which it does not accept
+                    raise ValueError("Grammar error: no answer can be written")
                 self._compiled[text] = matcher
                 if len(self._compiled) > CACHED_GRAMMARS:
                     self._compiled.popitem(last=False)

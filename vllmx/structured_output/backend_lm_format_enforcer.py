@@ -58,6 +58,10 @@ class LMFormatEnforcerBackend(StructuredOutputBackend):
             tokens, decode, ends, use_bitmask=True, vocab_size=self.vocab_size
         )
 
+    def prepare(self) -> None:
+        """See StructuredOutputBackend: the trees are made in Python."""
+        _ = self.tokenizer_data, self.json_tokenizer_data
+
     def compile_grammar(
         self,
         request_type: StructuredOutputOptions,

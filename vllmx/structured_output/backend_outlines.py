@@ -72,15 +72,18 @@ class OutlinesBackend(StructuredOutputBackend):
         with self._lock:
             index = self._indexes.get(pattern)
         if index is None:
-            index = compile_regex_with_timeout(
-                lambda text: outlines_core.Index(text, self.vocabulary), pattern
-            )
+            index = compile_regex_with_timeout(self._make_index, pattern)
             with self._lock:
                 self._indexes[pattern] = index
                 if len(self._indexes) > CACHED_INDEXES:
                     self._indexes.popitem(last=False)
         guide = outlines_core.Guide(index, max_rollback=self.num_speculative_tokens)
         return OutlinesGrammar(guide, self.end_token_id)
+
+    def _make_index(self, pattern: str) -> Any:
+        import outlines_core
+
+        return outlines_core.Index(pattern, self.vocabulary)
 
     def destroy(self) -> None:
         """Drop what was compiled."""

@@ -105,6 +105,9 @@ class StructuredOutputBackend(ABC):
         May run in any thread. ValueError or RuntimeError where it can't be compiled.
         """
 
+    def prepare(self) -> None:  # noqa: B027 - most have nothing to make
+        """Make what holds the interpreter for long, before there are requests."""
+
     def allocate_token_bitmask(self, max_num_seqs: int) -> np.ndarray:
         """Rows that allow everything, int32 [max_num_seqs, ceil(vocab_size / 32)]."""
         import numpy as np

@@ -5,10 +5,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +17,7 @@ from vllmx.structured_output.backend_types import (
     StructuredOutputGrammar,
     StructuredOutputOptions,
 )
+from vllmx.structured_output.compilation import GrammarCompiler
 from vllmx.structured_output.request import get_structured_output_key
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class StructuredOutputManager:
     """Compiles the grammars of requests and fills the bitmasks of steps.
 
     `grammar_init` may be called from any thread, the rest belongs to the engine's loop. Nothing is
-    loaded before the first request with a constraint comes.
+    loaded before the first request with a constraint comes, but what `prepare` makes.
     """
 
     def __init__(self, vllm_config: VllmConfig, tokenizer: Any | None = None) -> None:
@@ -52,7 +51,7 @@ class StructuredOutputManager:
             self.tokenizer = tokenizer
         self._lock = Lock()
         self._grammar_bitmask: np.ndarray | None = None
-        self._executor: ThreadPoolExecutor | None = None
+        self._compiler: GrammarCompiler | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -63,39 +62,75 @@ class StructuredOutputManager:
 
     # ------------------------------------------------------------------ compilation
 
+    def prepare(self) -> None:
+        """Make, when the engine starts, what would stop its loop at the first request."""
+        name = self.vllm_config.structured_outputs_config.backend
+        if name != "lm-format-enforcer" or self.vllm_config.model_config.skip_tokenizer_init:
+            return
+        with self._lock:
+            self.backends[name] = self._make_backend(name)
+        self.backends[name].prepare()
+
     def grammar_init(self, request: Request) -> None:
         """Have the grammar of `request` compiled, if it has a constraint."""
         structured = request.structured_output_request
         if structured is None:
             return
+        from vllmx.structured_output.validation import json_options
+
+        params = structured.params
+        compile_first = partial(self.compile, params, check=True)
         launched = self.vllm_config.parallel_config.distributed_executor_backend
         if launched == "external_launcher":  # engines that must all do the same in a step
-            structured.grammar = self._create_grammar(request)
+            structured.grammar = self._create_grammar(request, compile_first())
             return
         with self._lock:
-            if self._executor is None:
-                workers = max(1, (os.cpu_count() or 1) // 2)
-                self._executor = ThreadPoolExecutor(workers, "grammar")
-        structured.grammar = self._executor.submit(self._create_grammar, request)
+            if self._compiler is None:
+                self._compiler = GrammarCompiler()
+        key = (self._backend_of(params), *structured.structured_output_key, json_options(params))
+        structured.grammar = self._compiler.submit(
+            key, compile_first, partial(self._create_grammar, request)
+        )
 
-    def _create_grammar(self, request: Request) -> StructuredOutputGrammar:
+    def _create_grammar(
+        self, request: Request, compiled: StructuredOutputGrammar | None = None
+    ) -> StructuredOutputGrammar:
+        """`compiled` or else another one, when the request's parser of reasoning is there."""
         structured = request.structured_output_request
         assert structured is not None
         with self._lock:
             if self.reasoner_cls is not None:
                 self._get_reasoner(request)  # loads the tokenizer here, not in the loop
-        return self.compile(structured.params)
+        return self.compile(structured.params) if compiled is None else compiled
 
-    def compile(self, params: StructuredOutputsParams) -> StructuredOutputGrammar:
-        """A grammar at its begin, by the backend that `params` name; from any thread."""
+    def compile(
+        self, params: StructuredOutputsParams, check: bool = False
+    ) -> StructuredOutputGrammar:
+        """A grammar at its begin, by the backend that `params` name; from any thread.
+
+        check: raise ValueError for one under which no token may be the first.
+        """
         from vllmx.structured_output.validation import json_options
 
-        name = params._backend or self.vllm_config.structured_outputs_config.backend
+        name = self._backend_of(params)
         with self._lock:
             if name not in self.backends:
                 self.backends[name] = self._make_backend(name)
+        backend = self.backends[name]
         kind, spec = get_structured_output_key(params)
-        return self.backends[name].compile_grammar(kind, spec, json_options(params))
+        grammar = backend.compile_grammar(kind, spec, json_options(params))
+        if check:
+            first = backend.allocate_token_bitmask(1)
+            grammar.fill_bitmask(first, 0)
+            if not first.any():
+                raise ValueError(
+                    f"{name}: no answer can be written: none of the model's tokens may begin one. "
+                    "Give the constraint an end that can be reached."
+                )
+        return grammar
+
+    def _backend_of(self, params: StructuredOutputsParams) -> str:
+        return params._backend or self.vllm_config.structured_outputs_config.backend
 
     def _make_backend(self, name: str) -> StructuredOutputBackend:
         backend: type[StructuredOutputBackend]
@@ -117,8 +152,8 @@ class StructuredOutputManager:
 
     def clear_backend(self) -> None:
         """Let go of the libraries, when the engine ends."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None:
+            self._compiler.close()
         for backend in self.backends.values():
             backend.destroy()
 

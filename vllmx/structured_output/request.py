@@ -69,8 +69,15 @@ class StructuredOutputRequest:
     @property
     def failure(self) -> BaseException | None:
         """Why the grammar could not be compiled; None if it could, or that isn't known yet."""
-        known = isinstance(self._grammar, Future) and self._grammar.done()
-        return self._grammar.exception() if known else None  # type: ignore[union-attr]
+        future = self._grammar
+        if not isinstance(future, Future) or not future.done() or future.cancelled():
+            return None
+        return future.exception()
+
+    def cancel(self) -> None:
+        """Have the grammar not compiled for this request, which has ended, if it still is."""
+        if isinstance(self._grammar, Future):
+            self._grammar.cancel()
 
     @property
     def grammar(self) -> Any | None:

@@ -77,6 +77,8 @@ class SchemaSupport:
     """Groups of keywords of which it enforces one at a time."""
     takes_any: bool = True
     """Whether it knows a schema that allows anything: true, {} or no `type`."""
+    takes_free: bool = True
+    """Whether it knows objects and arrays whose parts are not described."""
     plain_patterns: bool = False
     """Whether it writes what a pattern allows as it is, a quote or a control character too."""
     takes_values: bool = True
@@ -110,9 +112,12 @@ OUTLINES = SchemaSupport(
     ),
     frozenset("date-time date time uuid uri email".split()),
     (("pattern", "format", "minLength"), ("pattern", "format", "maxLength")),
+    takes_any=False,
+    takes_free=False,
     plain_patterns=True,
     names_required=False,
 )
+"""Anything is a pattern of 14,000 characters to it, which takes seconds to minutes to compile."""
 ENFORCER = SchemaSupport(
     "lm-format-enforcer",
     frozenset(
@@ -218,6 +223,10 @@ def _unsupported_here(node: dict[str, Any], path: str, support: SchemaSupport) -
         types = "object"
     if isinstance(types, list) and len(types) == 1:
         types = types[0]
+    if not support.takes_free:
+        for name, parts in (("object", "properties"), ("array", "items")):
+            if parts not in node and (types == name or (isinstance(types, list) and name in types)):
+                return f"type '{name}' without '{parts}'"
     if not isinstance(types, str):
         rest = [name for name in used if name != "type"]
         return f"'{rest[0]}' of several types" if rest else None

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
-from concurrent.futures import Future
-from threading import Thread
 from typing import TypeVar
+
+from vllmx.structured_output.compilation import Attempts, GaveUp, NoPlace
 
 Compiled = TypeVar("Compiled")
 
@@ -23,32 +24,30 @@ _LARK_TOKEN = re.compile(
 )
 
 
+_patterns = Attempts(max(4, os.cpu_count() or 1))
+
+
 def compile_regex_with_timeout(fn: Callable[[str], Compiled], pattern: str) -> Compiled:
     """`fn(pattern)`, given up after VLLM_REGEX_COMPILATION_TIMEOUT_S with a ValueError.
 
     A pattern with nested quantifiers may take a library for ever. The thread that has begun can't
-    be stopped; it is left to itself, and keeps no process from ending.
+    be stopped; it is left to itself, and keeps no process from ending. As long as it goes on, the
+    same pattern is refused to the same `fn` at once.
     """
     timeout = VLLM_REGEX_COMPILATION_TIMEOUT_S
     if timeout <= 0:
         return fn(pattern)
-    result: Future[Compiled] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(fn(pattern))
-        except BaseException as error:
-            result.set_exception(error)
-
-    Thread(target=run, name="regex", daemon=True).start()
     try:
-        return result.result(timeout)
-    except TimeoutError:
-        if result.done():
-            raise
+        return _patterns.run((fn, pattern), lambda: fn(pattern), timeout, wait_for_place=timeout)
+    except GaveUp:
         raise ValueError(
             f"Regex compilation timed out after {timeout:g}s: the pattern is too complex (nested "
             f"quantifiers?). Pattern: {pattern[:200]}"
+        ) from None
+    except NoPlace:
+        raise ValueError(
+            f"{_patterns.num_places} patterns are being compiled for more than {timeout:g}s, and "
+            f"no other is begun beside them. Send it again later. Pattern: {pattern[:200]}"
         ) from None
 
 

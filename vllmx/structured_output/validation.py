@@ -336,10 +336,16 @@ def _check_enforcer(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, 
     if not (spec if kind != Kind.JSON else texts_of(json.loads(spec))).isascii():
         raise ValueError("characters outside ASCII, which tokens may hold in part, are not taken")
     if kind == Kind.REGEX:
-        compile_regex_with_timeout(lambda text: character_parser(kind, text, options), spec)
+        compile_regex_with_timeout(_regex_parser, spec)
     else:
         character_parser(kind, spec, options)
     return kind, spec
+
+
+def _regex_parser(pattern: str) -> Any:
+    from vllmx.structured_output.backend_lm_format_enforcer import character_parser
+
+    return character_parser(Kind.REGEX, pattern, JSONOptions())
 
 
 _CHECKS: dict[str, Callable[[Kind, str, JSONOptions], tuple[Kind, str]]] = {

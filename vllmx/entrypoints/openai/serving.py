@@ -280,6 +280,10 @@ class OpenAIServing:
             async for output in outputs:
                 for choice in output.outputs:
                     if choice.finish_reason == "error":
+                        if isinstance(choice.stop_reason, str):
+                            raise VLLMValidationError(
+                                choice.stop_reason, parameter="structured_outputs"
+                            )
                         logger.error("Request %s failed inside the engine", request_id)
                         raise GenerationError
                 yield output
