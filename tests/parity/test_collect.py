@@ -447,6 +447,15 @@ DECLARED = [feature for feature in features.load() if feature.ours]
 FILES = {feature.id: ours(feature, ROOT)[0] for feature in DECLARED}
 
 
+@pytest.mark.parametrize(
+    ("asked", "row"),
+    [("op.silu_and_mul/", "ops.providers"), ("model.tiny-qwen3_next", "model.qwen3_next")],
+)
+def test_an_op_or_model_is_no_row_but_the_rows_that_need_it_are_named(asked, row):
+    with pytest.raises(UserError, match=rf"is no row but shown for .*{row}.*: name one"):
+        features.named(features.load(), asked)
+
+
 def test_no_feature_changes_its_tier_unseen():
     """The sum of ids and tiers as they were given."""
     told = "\n".join(f"{row.id} {row.tier}" for row in features.load())
