@@ -91,10 +91,11 @@ def validate(
     return sampling.structured_outputs
 
 
-def refusal(params: StructuredOutputsParams, backend: str = "auto") -> str:
-    """The words by which `params` are refused."""
+def refusal(params: StructuredOutputsParams | dict[str, Any], backend: str = "auto") -> str:
+    """The words by which `params`, or those of such fields, are refused."""
     with pytest.raises(VLLMValidationError) as caught:
-        validate(params, backend)
+        given = StructuredOutputsParams(**params) if isinstance(params, dict) else params
+        validate(given, backend)
     assert caught.value.parameter == "structured_outputs"
     return str(caught.value)
 

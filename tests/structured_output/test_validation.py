@@ -13,6 +13,7 @@ from structured_helpers import Kind, refusal, validate
 from structured_helpers import backend as backend_of
 
 from vllmx.config import StructuredOutputsConfig
+from vllmx.engine.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllmx.exceptions import UserError, VLLMValidationError
 from vllmx.sampling_params import SamplingParams, StructuredOutputsParams
 from vllmx.structured_output import utils, validation
@@ -95,11 +96,16 @@ def test_what_no_library_enforces_is_refused_with_its_name(keyword: str, place: 
     [
         ({"choice": []}, "cannot be an empty list"),
         ({"choice": [""]}, "strings that are not empty"),
-        ({"choice": "ab"}, "cannot be an empty list"),
+        ({"choice": "ab"}, "choice must be a list of strings"),
         ({"json": ""}, "json cannot be an empty string"),
         ({"json": "{"}, "Invalid JSON grammar specification"),
         ({"json": "3"}, "a JSON schema is an object or a boolean"),
-        ({"json": 3}, "is of type int"),
+        ({"json": 3}, "got 3 of type int"),
+        ({"json": {"a": b""}}, "json is no JSON: Object of type bytes"),
+        ({"json_object": "x"}, "json_object must be true or false, got x of type str"),
+        ({"json_object": 1}, "json_object must be true or false, got 1 of type int"),
+        ({"regex": "a", "whitespace_pattern": ["a"]}, "whitespace_pattern must be text"),
+        ({"regex": "a", "disable_any_whitespace": "zz"}, "disable_any_whitespace must be true"),
         ({"json": False}, "xgrammar: no value is valid: 'false' (at #); guidance: no value"),
         ({"regex": " "}, "regex cannot be an empty string"),
         ({"regex": "("}, "xgrammar: "),
@@ -114,7 +120,7 @@ def test_what_no_library_enforces_is_refused_with_its_name(keyword: str, place: 
     ids=str,
 )
 def test_malformed_constraints_are_refused_in_words(constraint: dict, words: str) -> None:
-    message = refusal(StructuredOutputsParams(**constraint))
+    message = refusal(constraint)
     assert words in message and "\n;" not in message and ".cc:" not in message
 
 
@@ -331,6 +337,47 @@ def test_nonsense_is_refused_or_taken_and_never_raises_anything_else(seed: int) 
             validate(StructuredOutputsParams(**{name: value}), rng.choice(["auto", *NAMES]))
         except VLLMValidationError as error:
             assert str(error)
+
+
+EXTREME = (2**63, 2**70, -(2**70), 10**400, 1e308, 0, True, None)
+KEYWORDS = ("maximum", "minimum", "maxLength", "minItems", "enum", "const", "title", "x-note")
+
+
+@pytest.mark.parametrize("backend", ["auto", *NAMES])
+def test_a_schema_that_is_taken_reaches_the_engine_whatever_numbers_it_holds(backend: str) -> None:
+    taken = 0
+    schemas: list = [
+        {
+            "type": "integer" if name.endswith("imum") else "string",
+            name: [value] if name == "enum" else value,
+        }
+        for name in KEYWORDS
+        for value in EXTREME
+    ]
+    for schema in (*schemas, True, OBJECT, json.dumps(OBJECT)):
+        try:
+            chosen = validate(StructuredOutputsParams(json=schema), backend)
+        except VLLMValidationError as error:
+            assert error.parameter == "structured_outputs"
+            continue
+        taken += 1
+        sent = MsgpackEncoder().encode(chosen)
+        arrived = MsgpackDecoder(StructuredOutputsParams).decode(sent)
+        assert arrived.json == chosen.json and isinstance(arrived.json, str)
+    assert taken > 10
+
+
+def test_what_cannot_even_be_written_is_refused_in_words() -> None:
+    assert "regex must be text of valid Unicode" in refusal({"regex": "\ud800"})
+    assert "json is no JSON: Exceeds the limit" in refusal({"json": {"a": 10**5000}})
+
+
+def test_fields_that_were_set_later_are_checked_too() -> None:
+    for name, value in (("json", 3), ("json_object", "x"), ("whitespace_pattern", 5)):
+        params = StructuredOutputsParams(json_object=True)
+        params.json_object = None if name == "json" else True
+        setattr(params, name, value)
+        assert name in refusal(params)
 
 
 def test_schemas_nested_beyond_measure_are_refused_or_taken() -> None:

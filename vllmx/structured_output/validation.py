@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from copy import copy
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -81,11 +81,14 @@ def validate_structured_outputs(
             "Structured outputs requires a tokenizer so it can't be used with 'skip_tokenizer_init'"
         )
     _check_backend(asked, config.backend)
-    _check_content(asked)
-    chosen = copy(asked)
+    chosen = replace(asked)  # checks the types again, as fields may have been set since
+    _check_content(chosen)
     chosen.disable_any_whitespace |= config.disable_any_whitespace
     chosen.disable_additional_properties |= config.disable_additional_properties
-    kind, given = get_structured_output_key(chosen)
+    try:
+        kind, given = get_structured_output_key(chosen)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _error(f"structured_outputs.json is no JSON: {error}.") from None
     if kind == Kind.STRUCTURAL_TAG:
         try:
             given = with_token_ids(given, tokenizer)
@@ -94,8 +97,8 @@ def validate_structured_outputs(
     backend, kind, spec = _choose(config.backend, kind, given, json_options(chosen))
     if kind == Kind.GRAMMAR:
         chosen.choice, chosen.grammar = None, spec
-    elif kind == Kind.JSON and spec != given:
-        chosen.json = spec
+    elif kind == Kind.JSON:
+        chosen.json = spec  # text reaches the engine's process whatever numbers it holds
     elif kind == Kind.STRUCTURAL_TAG:
         chosen.structural_tag = spec
     chosen._backend, chosen._backend_was_auto = backend, config.backend == "auto"
@@ -128,9 +131,9 @@ def _check_backend(asked: StructuredOutputsParams, backend: str) -> None:
 
 def _check_content(asked: StructuredOutputsParams) -> None:
     if asked.choice is not None:
-        if not isinstance(asked.choice, list) or not asked.choice:
+        if not asked.choice:
             raise _error(f"Choice '{asked.choice}' cannot be an empty list")
-        if not all(isinstance(text, str) and text for text in asked.choice):
+        if not all(asked.choice):
             raise _error(f"Choice {asked.choice!r} must hold strings that are not empty.")
     if asked.json_object is False:
         raise _error(
@@ -141,10 +144,6 @@ def _check_content(asked: StructuredOutputsParams) -> None:
         value = getattr(asked, name)
         if isinstance(value, str) and not value.strip():
             raise _error(f"structured_outputs.{name} cannot be an empty string")
-        if value is not None and not isinstance(
-            value, (str, dict, bool) if name == "json" else str
-        ):
-            raise _error(f"structured_outputs.{name} is of type {type(value).__name__}.")
 
 
 @lru_cache(maxsize=512)

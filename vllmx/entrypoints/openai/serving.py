@@ -249,6 +249,7 @@ class OpenAIServing:
             params,
             frozenset(self.engine_client.input_processor.end_token_ids),
             self.max_model_len,
+            prune_by_logprob=True,
         )
         tokenizer = self.require_tokenizer()
         return beam_search(instance, request_id, tokenizer, generate, prompt.text)
