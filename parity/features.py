@@ -118,9 +118,14 @@ def selected(features: list[Declared], select: str | None, tier: str | None) -> 
 
 
 def named(features: list[Declared], name: str) -> Declared:
-    """The feature with id `name`; UserError with the nearest one if there is none."""
+    """The feature with id `name`; UserError with the nearest one if there is none, or with those
+    that need an op or a model of that name."""
     for feature in features:
         if feature.id == name:
             return feature
+    kind, _, bare = name.strip("/").partition(".")
+    needs = {"op": "ops", "sample": "ops", "model": "models"}.get(kind, "")
+    if rows := [f.id for f in features if bare in f.needs.get(needs, ())]:
+        raise UserError(f"parity: {name!r} is no row but shown for {', '.join(rows)}: name one.")
     near = did_you_mean(name, [feature.id for feature in features])
     raise UserError(f"parity: no row {name!r}: give an id of {INVENTORY.name}.{near}")

@@ -19,7 +19,7 @@ from typing import Any
 
 from vllmx.config import RunConfig
 
-from . import evidence_index, features
+from . import comparison, evidence_index, features
 from .checkout import Checkout
 from .features import CANARY
 from .status import STATUSES, CellStatus, FeatureStatus
@@ -56,9 +56,20 @@ def troubles(checkout: Checkout, rows: Sequence[FeatureStatus]) -> list[str]:
         found.append(f"there is no canary row {CANARY}")
     elif canary[0].status != "RED":
         found.append(f"the canary is {canary[0].status} ({canary[0].reason}); it must be RED")
+    elif others := comparison.changed(looked_at_with(canary[0]), checkout.root):
+        found.append(
+            f"the canary was last looked at with another comparison ({', '.join(others)}); "
+            f"`vllmx parity collect {CANARY}` looks again"
+        )
     if gone := evidence_index.removed(checkout.root):
         found.append(f"evidence was removed or changed by commits: {', '.join(gone[:5])}")
     return found
+
+
+def looked_at_with(canary: FeatureStatus) -> dict[str, str]:
+    """The sums of the comparison (comparison.py) that the canary's row is of."""
+    (row,) = (cell.row for cell in canary.cells)
+    return dict((row or {}).get("details", {}).get("comparison", {}))
 
 
 # ---- rows

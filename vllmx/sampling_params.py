@@ -689,6 +689,27 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True):
                 value=penalty,
             )
 
+    def verify(self, model_config: ModelConfig, parameter: str = "beam_width") -> None:
+        """Check the width against the engine's limit of log-probabilities, of which a step asks for
+        two a beam. Raises VLLMValidationError; `parameter` is what the caller calls the width.
+        """
+        vocab_size, limit = model_config.get_vocab_size(), model_config.max_logprobs
+        limit = vocab_size if limit == -1 else min(limit, vocab_size)
+        wanted = 2 * self.beam_width
+        if wanted <= limit:
+            return
+        cures = [f"ask for {parameter}={limit // 2} at most"] if limit > 1 else []
+        if wanted <= vocab_size:
+            cures.append(f"start the engine with max_logprobs={wanted} (--max-logprobs {wanted})")
+        cure = ", or ".join(cures) or "there is no beam search with this model"
+        of = "max_logprobs" if limit < vocab_size else "the size of the vocabulary"
+        raise VLLMValidationError(
+            f"{parameter}={self.beam_width} is too wide for this engine: a beam search looks at "
+            f"two candidates a beam, {wanted} in all, and the limit is {limit} ({of}): {cure}.",
+            parameter=parameter,
+            value=self.beam_width,
+        )
+
 
 # What `_verify_types` looks at; integers have checks of their own.
 _NUMBERS = (

@@ -13,6 +13,7 @@ from front_helpers import piece_tokenizer
 from vllmx.exceptions import VLLMValidationError
 from vllmx.sampling_params import (
     MAX_LOGPROB_TOKEN_IDS,
+    BeamSearchParams,
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
@@ -258,6 +259,29 @@ def test_logprobs_are_bounded_by_the_vocabulary(name):
     assert caught.value.parameter == name
     verify(SamplingParams(**{name: 50}), vocab_size=50, max_logprobs=100)
     verify(SamplingParams(**{name: -1}), vocab_size=50, max_logprobs=100)
+
+
+@pytest.mark.parametrize(
+    ("limits", "widest", "words"),
+    [
+        ({"max_logprobs": 20}, 10, r"the limit is 20 \(max_logprobs\).*=10 at most.*_logprobs=22"),
+        ({"max_logprobs": 21}, 10, r"the limit is 21 .*=10 at most, or start.*_logprobs=22"),
+        ({"max_logprobs": 1}, 0, r"the limit is 1 \(max_logprobs\): start .*max_logprobs=2 "),
+        ({"max_logprobs": -1, "vocab_size": 8}, 4, r"the limit is 8 \(the size .*=4 at most\."),
+        ({"max_logprobs": 50, "vocab_size": 8}, 4, r"the limit is 8 \(the size of the vocabulary"),
+        ({"max_logprobs": -1, "vocab_size": 1}, 0, "there is no beam search with this model"),
+    ],
+    ids=str,
+)
+def test_beams_too_many_are_told_by_their_own_name(limits, widest, words):
+    for name in ("beam_width", "n"):
+        with pytest.raises(VLLMValidationError, match=words) as caught:
+            BeamSearchParams(beam_width=widest + 1, max_tokens=1).verify(model(**limits), name)
+        assert caught.value.parameter == name and caught.value.value == widest + 1
+        assert f"{name}={widest + 1} is too wide" in str(caught.value)
+        assert "sample logprobs" not in str(caught.value)
+    if widest:
+        BeamSearchParams(beam_width=widest, max_tokens=1).verify(model(**limits))
 
 
 def test_logprob_token_ids_are_bounded_and_agree_with_logprobs():

@@ -110,7 +110,7 @@ def test_a_marker_without_tokens_is_refused_by_name() -> None:
 
 def test_markers_come_from_the_config_or_else_from_the_reasoning_parser() -> None:
     class Letters:
-        backend = SimpleNamespace(get_vocab=lambda: {"<think>": 1, "</think>": 2})
+        backend = SimpleNamespace(token_to_id={"<think>": 1, "</think>": 2}.get)
 
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
             return [len(text)]

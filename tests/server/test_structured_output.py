@@ -71,6 +71,38 @@ def test_every_constraint_is_taken_by_both_routes(letters_url: str, path: str) -
     assert tagged.status_code == 200 and strict_json(tagged.text)["choices"]
 
 
+UNIQUE = {"type": "array", "uniqueItems": True}
+IN_TAGS = {
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f"],
+        "tags": [
+            {"begin": "<f>", "content": {"type": "json_schema", "json_schema": UNIQUE}, "end": "."}
+        ],
+    }
+}
+IN_STRUCTURES = {**TAG, "structures": [{"begin": "<f>", "schema": UNIQUE, "end": "</f>"}]}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+@pytest.mark.parametrize("tag", [IN_TAGS, IN_STRUCTURES], ids=["format", "structures"])
+def test_what_a_tag_would_drop_answers_400_with_its_name(
+    letters_url: str, path: str, tag: dict[str, Any]
+) -> None:
+    for asked in (
+        {"response_format": {"type": "structural_tag", **tag}},
+        {"structured_outputs": {"structural_tag": json.dumps(tag)}},
+    ):
+        error = error_of(ask(letters_url, path, **asked), 400)
+        assert error["param"] == "structured_outputs" and "uniqueItems" in error["message"]
+
+
+def test_null_in_a_tag_stays(letters_url: str) -> None:
+    content = {"type": "json_schema", "json_schema": {"const": None}}
+    form = {"type": "structural_tag", "format": content}
+    assert text_of(ask(letters_url, COMPLETIONS, response_format=form)) == "null"
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 @pytest.mark.parametrize(
     ("old", "new"),

@@ -8,6 +8,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from structured_helpers import refusal, validate
 
 from vllmx.config import StructuredOutputsConfig
 from vllmx.exceptions import UserError, VLLMValidationError
@@ -25,20 +26,6 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 NAMES = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
 
 
-def validate(params: StructuredOutputsParams, backend: str = "auto", **settings):
-    sampling = SamplingParams(structured_outputs=params)
-    config = StructuredOutputsConfig(backend=backend, **settings)
-    validate_structured_outputs(sampling, SimpleNamespace(), config, object())
-    return sampling.structured_outputs
-
-
-def refusal(params: StructuredOutputsParams, backend: str = "auto") -> str:
-    with pytest.raises(VLLMValidationError) as caught:
-        validate(params, backend)
-    assert caught.value.parameter == "structured_outputs"
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("constraint", "backend"),
     [
@@ -46,6 +33,9 @@ def refusal(params: StructuredOutputsParams, backend: str = "auto") -> str:
         ({"json": json.dumps(OBJECT)}, "xgrammar"),
         ({"json_object": True}, "xgrammar"),
         ({"regex": "[0-9]+"}, "xgrammar"),
+        ({"regex": "^a$|^b$"}, "xgrammar"),
+        ({"regex": r"\Aab\z"}, "guidance"),
+        ({"json": {"type": "string", "pattern": r"\Aab\z"}}, "guidance"),
         ({"choice": ["a", "b"]}, "xgrammar"),
         ({"grammar": 'root ::= "a"'}, "xgrammar"),
         ({"grammar": 'start: "a" | "b"'}, "xgrammar"),
@@ -110,6 +100,8 @@ def test_what_no_library_enforces_is_refused_with_its_name(keyword: str, place: 
         ({"json": False}, "xgrammar: no value is valid: 'false' (at #); guidance: no value"),
         ({"regex": " "}, "regex cannot be an empty string"),
         ({"regex": "("}, "xgrammar: "),
+        ({"regex": "a^b"}, "xgrammar does not enforce an anchor ('^') behind other characters"),
+        ({"regex": r"[\q]"}, r"xgrammar does not enforce the escape '\q'"),
         ({"grammar": "  "}, "grammar cannot be an empty string"),
         ({"grammar": "root ::= other"}, "Invalid grammar specification"),
         ({"json_object": False}, "json_object must be True"),
@@ -138,7 +130,11 @@ def test_two_libraries_have_no_grammars_and_no_compact_json(backend: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"(a)\1", "(?=a)b", r"\ba", "^a", "(^a|b)", "(?:a*|^b)", "a(?!b)"]
+    "pattern",
+    [
+        *(r"(a)\1", "(?=a)b", r"\ba", "^a", "(^a|b)", "(?:a*|^b)", "a(?!b)"),
+        *("a^b", "a$b", "(a$|b)c", r"ab\Z", "a(^|b)"),
+    ],
 )
 def test_outlines_refuses_patterns_that_need_more_than_an_automaton(pattern: str) -> None:
     assert refusal(StructuredOutputsParams(regex=pattern), "outlines")

@@ -247,8 +247,16 @@ class GenerationRequest(OpenAIBaseModel):
         temperature = self.temperature
         if temperature is None:
             temperature = (default_sampling_params or {}).get("temperature", 1.0)
+        beam_width = 1 if self.n is None else self.n
+        for name, value in (("n", beam_width), (self.max_tokens_name, max_tokens)):
+            if value < 1:
+                raise VLLMValidationError(
+                    f"{name} must be at least 1 with beam search, got {value}.",
+                    parameter=name,
+                    value=value,
+                )
         return BeamSearchParams(
-            beam_width=1 if self.n is None else self.n,
+            beam_width=beam_width,
             max_tokens=max_tokens,
             ignore_eos=self.ignore_eos,
             temperature=temperature,

@@ -222,7 +222,9 @@ class OpenAIServing:
             self.override_max_tokens,
         )
         if body.use_beam_search:
-            return body.to_beam_search_params(max_tokens, self.default_sampling_params)
+            beams = body.to_beam_search_params(max_tokens, self.default_sampling_params)
+            beams.verify(self.model_config, "n")
+            return beams
         return body.to_sampling_params(max_tokens, self.default_sampling_params)
 
     def run(
