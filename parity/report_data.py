@@ -46,10 +46,8 @@ def build(checkout: Checkout, now: dt.datetime, reports: Path | None = None) -> 
     rows = checkout.statuses(now)
     by_status, by_tier = totals(rows)
     cells = [cell for row in rows if row.feature.id != CANARY for cell in row.cells]
-    asked = {cell.cell.key: cell for cell in cells}
-    unique = list(asked.values())
-    other = {cell.cell.key: cell for row in rows for cell in row.beside}
-    beside = [cell for key, cell in other.items() if key not in asked]
+    unique = list({cell.cell.key: cell for cell in cells}.values())
+    beside = list({cell.cell.key: cell for row in rows for cell in row.beside}.values())
     red = [cell for cell in unique if cell.status in ("RED", "SUSPECT")]
     again = [cell for cell in unique if cell.status in AGAIN]
     return {

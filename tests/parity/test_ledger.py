@@ -335,7 +335,8 @@ def test_rows_are_json_objects_with_id_tier_status_reason_and_evidence(root, cap
 
 
 def test_a_row_names_the_oracles_of_its_goldens(root, capsys):
-    show(root, oracle={"name": "vllm_ops", "version": "1", "lane": "cpu-attention"})
+    told = {"name": "vllm_ops", "version": "1", "lane": "cpu-attention"}
+    show(root, oracle=told, ts="2099-01-01T00:00:00Z")
     capsys.readouterr()
     call(ledger, json=True, select="op.toy")
     (line,) = capsys.readouterr().out.splitlines()
