@@ -14,7 +14,8 @@ from vllmx.exceptions import UserError
 
 
 def run(config: RunConfig) -> int:
-    """Run the verb of `config.parity`; UserError if there is none."""
+    """Run the verb of `config.parity`; UserError if there is none, or for a key that it would not
+    read."""
     verb = config.parity.verb
     if verb is None:
         raise UserError(f"vllmx parity needs a verb: one of {', '.join(PARITY_VERBS)}.")
@@ -23,6 +24,9 @@ def run(config: RunConfig) -> int:
         raise UserError(
             f"vllmx parity {verb}: this checkout has no parity/{name.split('.')[-1]}.py."
         )
+    from .flags import check
+
+    check(config.parity)
     module = import_module(name)
     from .evidence import EvidenceError
     from .golden import GoldenError

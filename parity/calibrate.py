@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllmx parity calibrate [select=...]`: how far the oracle is from itself.
+"""`vllmx parity calibrate [select=...] [check=true]`: how far the oracle is from itself.
 
 An oracle answers an op in several lanes: the one that made the golden, and its other kernels for
 the same op. What those are off by, against the truth, is the floor under every limit. Floors lie
@@ -79,7 +79,8 @@ class Floors:
 
 
 def run(config: RunConfig) -> int:
-    """Ask the oracles again and write the floors of the goldens that there are."""
+    """Ask the oracles again and write the floors of the goldens that there are; with `check` none
+    is written, and it is 1 if any would be another, or is of a golden that is gone."""
     from .record import ask_all, oracles
     from .selection import check_oracle, check_words, op_names
 
@@ -94,13 +95,17 @@ def run(config: RunConfig) -> int:
         for answer in answers.answers
         if (FOLDER / answer.golden).is_file() and not answer.fault(FOLDER)
     }
-    changed = sum(entries[name] != Floors().entries.get(name) for name in entries)
-    if entries:
-        write(entries)
+    known = Floors(FOLDER).entries
+    changed = sum(entries[name] != known.get(name) for name in entries)
+    changed += sum(not (FOLDER / name).is_file() for name in known)
+    if entries and not options.check:
+        write(entries, FOLDER)
     for reason in answers.reasons:
         print(reason)
     print(f"{len(entries)} floors measured, {changed} changed")
-    return 0 if entries and not answers.reasons else 3 if answers.blocked else 2
+    if answers.reasons or not entries:
+        return 3 if answers.blocked else 2
+    return 1 if options.check and changed else 0
 
 
 def _read(folder: Path) -> dict[str, Any]:

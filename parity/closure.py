@@ -35,8 +35,10 @@ def closure(
     extra: Mapping[str, str] | None = None,
     root: Path = ROOT,
     sources: Sources | None = None,
+    without: tuple[str, ...] = (),
 ) -> dict[str, str]:
-    """{"fine", "coarse"} of `symbols`; `extra` names what else decides (a kernel's version, ...).
+    """{"fine", "coarse"} of `symbols`; `extra` names what else decides (a kernel's version, ...),
+    `without` the beginnings of paths that decide nothing, whoever refers to them.
 
     `sources` saves reading the files again where there are many closures to make.
     FileNotFoundError or KeyError where a symbol doesn't exist.
@@ -45,21 +47,29 @@ def closure(
     if not listed:
         raise ValueError("a closure of nothing says nothing")
     sources = sources or Sources(root)
-    fine = {**items(listed, root, sources), **{f"+{k}": v for k, v in (extra or {}).items()}}
+    fine = {
+        **items(listed, root, sources, without),
+        **{f"+{k}": v for k, v in (extra or {}).items()},
+    }
     files = sources.reachable(path_of(symbol) for symbol in listed)
     coarse = {path: sources.code(path) for path in files}
     return {"fine": _sha_items(fine), "coarse": _sha_items(coarse)}
 
 
-def items(symbols: Iterable[str], root: Path = ROOT, sources: Sources | None = None) -> dict:
+def items(
+    symbols: Iterable[str],
+    root: Path = ROOT,
+    sources: Sources | None = None,
+    without: tuple[str, ...] = (),
+) -> dict:
     """sha256 of the syntax tree of every symbol in the fine closure, by symbol: what `plan` says
-    has changed."""
+    has changed. `without`: see `closure`."""
     sources = sources or Sources(root)
     found: dict[str, str] = {}
     queue = list(symbols)
     while queue:
         symbol = queue.pop()
-        if symbol in found:
+        if symbol in found or symbol.startswith(without):
             continue
         if not path_of(symbol).endswith(".py"):
             found[symbol] = _sha((root / symbol).read_text())

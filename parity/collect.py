@@ -25,7 +25,7 @@ from typing import Any
 from vllmx.config import ParityConfig, RunConfig
 from vllmx.exceptions import UserError
 
-from . import evidence, features, results, tree_stamp
+from . import comparison, evidence, features, results, tree_stamp
 from .cells import PYTEST, UPSTREAM
 from .checkout import Checkout
 from .evidence import Row
@@ -66,7 +66,7 @@ def run(config: RunConfig) -> int:
     counts = Counter(row["verdict"] for row in rows)
     print(f"{len(rows)} rows: {', '.join(f'{n} {v}' for v, n in sorted(counts.items()))}; {path}")
     if rows[0]["run"]["dirty"]:
-        print("the tree has uncommitted changes: these rows can't make anything green")
+        print(evidence.DIRTY)
     canary = [row["verdict"] for row in rows if row["feature"] == CANARY]
     if set(canary) - {"fail"}:
         what = "passed" if "pass" in canary else "was not judged"
@@ -257,11 +257,14 @@ def schedule_rows(checkout: Checkout, cells: Sequence[Cell], facts: dict[str, An
 
 
 def canary_row(checkout: Checkout, cell: Cell, facts: dict[str, Any]) -> Row:
-    """What comes of the planted fault."""
+    """What comes of the planted fault, and with which comparison."""
     from .canary import look
 
+    # As it is before anything is looked at.
+    details = {"comparison": comparison.sums(checkout.root)}
     verdict, reason = look()
-    return _row(checkout, cell, facts, verdict=verdict, reason=reason, seconds=0.0)
+    fields = {"verdict": verdict, "reason": reason, "details": details}
+    return _row(checkout, cell, facts, seconds=0.0, **fields)
 
 
 # ---- results that are there already

@@ -73,6 +73,8 @@ FIELDS = {
 }
 ISSUE = re.compile(r"(issue |#)\d+|https://\S+")
 """What the reason of a retraction must name."""
+OWN_VALUES = "conf/local/default.yaml"
+DIRTY = f"the tree has uncommitted changes or {OWN_VALUES}: these rows can't make anything green"
 OPTIONAL = {"reason": str, "retracts": str, "details": dict}
 
 Row = dict[str, Any]
@@ -183,6 +185,7 @@ def now() -> str:
 def run_facts(root: Path = ROOT) -> dict[str, Any]:
     """What the `run` field says: commit, whether the tree differs from it, versions, machine type.
 
+    What git ignores and commands read nevertheless, values in conf/local, counts as a change.
     Where git says that files have changed, a stamp (parity/source_stamp.py) goes before it: the
     copy may lie in a folder of another commit. A folder with neither counts as dirty: nothing says
     what ran.
@@ -195,11 +198,20 @@ def run_facts(root: Path = ROOT) -> dict[str, Any]:
         commit, dirty = stamped.commit, bool(stamped.changed)
     return {
         "git": commit,
-        "dirty": dirty,
+        "dirty": dirty or has_own_values(root),
         "python": platform.python_version(),
         "machine": f"{sys.platform}-{platform.machine()}",
         **{name: _version(name) for name in NAMES},
     }
+
+
+def has_own_values(root: Path) -> bool:
+    """Whether conf/local, which is this machine's and in no commit, gives any key a value."""
+    path = root / OWN_VALUES
+    if not path.is_file():
+        return False
+    lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    return any(line and not line.startswith("#") for line in lines)
 
 
 def dirty_paths(porcelain: str) -> list[str]:

@@ -166,6 +166,12 @@ def _judge(result: Result, case: Case, text: str) -> None:
     result.wrong[case.name] = text
 
 
+def _feature(words: str) -> str:
+    """What a refusal names first: a keyword, or the schema `false`."""
+    match = re.search(r"'(\$?\w+)'", words)
+    return match[1] if match else "nothing"
+
+
 def render(result: Result, model: str, seconds: float) -> str:
     """The report as Markdown."""
     lines = [
@@ -185,6 +191,14 @@ def render(result: Result, model: str, seconds: float) -> str:
         + ", ".join(f"{name} {count}" for name, count in sorted(result.backends.items()))
         + f". {seconds:.0f} s.",
     ]
+    named = Counter(_feature(words) for words in result.refused.values())
+    if named:
+        lines += [
+            "",
+            "Refused, by the first feature that is named: "
+            + ", ".join(f"`{name}` {count}" for name, count in named.most_common())
+            + ".",
+        ]
     if result.wrong:
         lines += ["", "Wrong:", ""]
         lines += [f"- {name}: `{text[:100]}`" for name, text in result.wrong.items()]

@@ -12,14 +12,15 @@ from __future__ import annotations
 import datetime as dt
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllmx.config import RunConfig
 
-from . import evidence_index, features
+from . import comparison, evidence_index, features
 from .checkout import Checkout
 from .features import CANARY
 from .status import STATUSES, CellStatus, FeatureStatus
@@ -56,9 +57,20 @@ def troubles(checkout: Checkout, rows: Sequence[FeatureStatus]) -> list[str]:
         found.append(f"there is no canary row {CANARY}")
     elif canary[0].status != "RED":
         found.append(f"the canary is {canary[0].status} ({canary[0].reason}); it must be RED")
+    elif others := comparison.changed(looked_at_with(canary[0]), checkout.root):
+        found.append(
+            f"the canary was last looked at with another comparison ({', '.join(others)}); "
+            f"`vllmx parity collect {CANARY}` looks again"
+        )
     if gone := evidence_index.removed(checkout.root):
         found.append(f"evidence was removed or changed by commits: {', '.join(gone[:5])}")
     return found
+
+
+def looked_at_with(canary: FeatureStatus) -> dict[str, str]:
+    """The sums of the comparison (comparison.py) that the canary's row is of."""
+    (row,) = (cell.row for cell in canary.cells)
+    return dict((row or {}).get("details", {}).get("comparison", {}))
 
 
 # ---- rows
@@ -80,6 +92,7 @@ def as_json(row: FeatureStatus) -> dict[str, Any]:
         "ours": list(feature.ours),
         "lacks": list(feature.lacks),
         "cells": {name: row.counts[name] for name in STATUSES if row.counts[name]},
+        "beside": by_place(row.beside),
         "providers": sorted({cell.cell.provider for cell in graded}),
         "devices": sorted({cell.cell.device for cell in row.cells if cell.row is not None}),
         "goldens": sorted({cell.cell.golden for cell in graded}),
@@ -90,6 +103,43 @@ def as_json(row: FeatureStatus) -> dict[str, Any]:
         "lost": row.lost,
         "canary": feature.id == CANARY,
     }
+
+
+def by_place(cells: Iterable[CellStatus]) -> dict[str, dict[str, Any]]:
+    """ "provider on device" -> its cells, those whose last run passed, and the number by status."""
+    found: dict[str, list[CellStatus]] = defaultdict(list)
+    for cell in cells:
+        found[f"{cell.cell.provider} on {cell.cell.device}"].append(cell)
+    return {
+        place: {
+            "cells": len(listed),
+            "passed": sum(c.row is not None and c.row["verdict"] == "pass" for c in listed),
+            "statuses": dict(Counter(cell.status for cell in listed)),
+        }
+        for place, listed in sorted(found.items())
+    }
+
+
+def share(counts: Mapping[str, Any]) -> str:
+    """`131/131, STALE`: of an entry of `by_place` the cells whose last run passed, of all, and the
+    worst status unless that is GREEN."""
+    name = worst(counts["statuses"])
+    return f"{counts['passed']}/{counts['cells']}" + ("" if name == "GREEN" else f", {name}")
+
+
+def worst(counts: Iterable[str]) -> str:
+    """The worst of some statuses."""
+    return max(counts, key=STATUSES.index)
+
+
+def places(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """`triton on cuda 131/131, STALE; ...`"""
+    return "; ".join(f"{place} {share(counts)}" for place, counts in found.items())
+
+
+def short(text: str, most: int) -> str:
+    """At most `most` characters of a text, cut between words; `…` stands for the rest."""
+    return textwrap.shorten(text, most, placeholder=" …")
 
 
 def oracles_of(cells: Iterable[CellStatus]) -> list[str]:
@@ -143,7 +193,9 @@ def markdown(rows: Sequence[FeatureStatus], as_of: dt.datetime) -> str:
         "",
         "Written by `vllmx parity ledger` from parity/evidence; never edit it. A row's status is",
         "computed (parity/status.py); `vllmx parity explain ID` says how. The canary is a planted",
-        f"fault and must be RED. As of {as_of:%Y-%m-%d %H:%M} UTC, when evidence was last added.",
+        "fault and must be RED. Beside are cells that no row asks for, such as those of a GPU, and",
+        "count when they are bad: how many passed when last run, of how many, the worst status.",
+        f"As of {as_of:%Y-%m-%d %H:%M} UTC, when evidence was last added.",
         "",
         equation(rows),
         "",
@@ -156,8 +208,8 @@ def markdown(rows: Sequence[FeatureStatus], as_of: dt.datetime) -> str:
         lines.append(f"| {tier} | {sum(numbers)} | {cells} |")
     lines += [
         "",
-        "| id | tier | status | reason | cells | last shown | ours | upstream |",
-        "|---|---|---|---|---|---|---|---|",
+        "| id | tier | status | reason | cells | beside | last shown | ours | upstream |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join([*lines, *(_line(row) for row in rows)]) + "\n"
 
@@ -166,8 +218,9 @@ def _line(row: FeatureStatus) -> str:
     feature = row.feature
     green = row.counts["GREEN"]
     shown = [
-        *(feature.id, feature.tier, row.status, row.reason[:160]),
-        *(f"{green}/{len(row.cells)}" if row.cells else "", row.proven[:10]),
+        *(feature.id, feature.tier, row.status, short(row.reason, 160)),
+        *(f"{green}/{len(row.cells)}" if row.cells else "", places(by_place(row.beside))),
+        row.proven[:10],
         *(", ".join(feature.ours), feature.upstream),
     ]
     return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in shown) + " |"

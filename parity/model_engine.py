@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,26 @@ from .checkpoints import tiny_folder
 from .model_gate import Ours
 from .model_golden import Scores
 from .model_table import PROVIDERS, SKETCH_TOKENS, STRADDLED, ModelEntry
+from .model_watch import CHUNK, Seen, watched
 
 LIST = 64
 """How many of our log-probabilities are asked for: the oracle's 32 are nearly always among them."""
-CHUNK = 48
-"""Tokens a step in the modes that cut prompts; of several sequences at once, each gets what the
-others leave."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What came of one part of what a mode asks.
+
+    short: answers that have not as many tokens as were asked for; asked: lengths of the prompts
+    that were given; seen: what the runner was told meanwhile; decoding: whether tokens were to
+    follow, or the prompts' own were scored.
+    """
+
+    ours: Ours
+    short: int
+    asked: list[int]
+    seen: Seen
+    decoding: bool = True
 
 
 def build(entry: ModelEntry, provider: str, device: str, chunked: bool, eager: bool = False) -> LLM:
@@ -55,35 +70,37 @@ def build(entry: ModelEntry, provider: str, device: str, chunked: bool, eager: b
     return LLM(config=finalize(run))
 
 
-def scored(llm: LLM, want: Scores, one_by_one: bool) -> Ours:
+def scored(llm: LLM, want: Scores, one_by_one: bool) -> Part:
     """Our scores of every position, all sequences at once or each alone."""
     params = SamplingParams(
         temperature=0.0, max_tokens=1, prompt_logprobs=listed(llm), detokenize=False
     )
     rows = _Rows(block_of(llm))
     groups = [[s] for s in want.sequences] if one_by_one else [want.sequences]
-    position = 0
-    with logit_steps(llm) as steps:
+    position = short = 0
+    with logit_steps(llm) as steps, watched(runner_of(llm)) as seen:
         answers = [generate(llm, group, params) for group in groups]
-    for group, outputs in zip(groups, answers):
-        for sequence, output in zip(group, outputs):
+    for group, outputs in zip(groups, answers, strict=True):
+        for sequence, output in zip(group, outputs, strict=True):
+            short += len(output.outputs[0].token_ids) != 1
             assert output.prompt_logprobs is not None
             for following, entries in zip(sequence[1:], output.prompt_logprobs[1:], strict=True):
                 rows.add(position, entries, following)
                 position += 1
-    return rows.ours(steps)
+    return Part(rows.ours(steps), short, [len(s) for s in want.sequences], seen, False)
 
 
 def shown(
     mode: str, llm: LLM, want: Scores, prompts: list[list[int]], count: int
-) -> tuple[dict[str, Ours], int]:
-    """(scores by part of what a mode asks, prompts that should have hit the cache and did not)."""
+) -> tuple[dict[str, Part], int]:
+    """(what came of each part of what a mode asks, prompts that should have hit the cache and did
+    not)."""
     misses = 0
     if mode == "bs1":
         return {"prefill": scored(llm, want, one_by_one=True)}, misses
     if mode == "straddle":
         sizes = {size: decoded(llm, want, prompts, count, size) for size in STRADDLED}
-        return {f"decode{size}": ours for size, ours in sizes.items()}, misses
+        return {f"decode{size}": part for size, part in sizes.items()}, misses
     parts = {}
     if mode == "prefix":
         # Half of what the oracle generated is given: a prompt may be less than a block.
@@ -113,11 +130,12 @@ def cache_misses(llm: LLM, prompts: list[list[int]]) -> int:
 
 def decoded(
     llm: LLM, want: Scores, prompts: list[list[int]], max_tokens: int, batch: int | None = None
-) -> Ours:
+) -> Part:
     """Our scores at the tokens that we generate, as long as they are the golden's; `batch`: how
     many are asked at once, over and over the same prompts.
 
     The position where a sequence first differs is the last of it: there, too, both saw the same.
+    However it goes on, it has to have as many tokens as the golden's: no token ends a request.
     """
     params = SamplingParams(
         temperature=0.0,
@@ -128,19 +146,22 @@ def decoded(
     )
     rows = _Rows(block_of(llm))
     asked = [i % len(prompts) for i in range(len(prompts) if batch is None else batch)]
-    with logit_steps(llm) as steps:
+    short = 0
+    with logit_steps(llm) as steps, watched(runner_of(llm)) as seen:
         outputs = generate(llm, [prompts[i] for i in asked], params)
     for index, output in zip(asked, outputs, strict=True):
         sequence = want.sequences[index]
         completion = output.outputs[0]
         assert completion.logprobs is not None
         start = len(prompts[index])
-        for step, (token, entries) in enumerate(zip(completion.token_ids, completion.logprobs)):
+        answer = list(zip(completion.token_ids, completion.logprobs, strict=True))
+        short += len(answer) != len(sequence) - start
+        for step, (token, entries) in enumerate(answer[: len(sequence) - start]):
             following = sequence[start + step]
             rows.add(want.first_position(index) + start + step - 1, entries, following)
             if token != following:
                 break
-    return rows.ours(steps)
+    return Part(rows.ours(steps), short, [len(prompts[i]) for i in asked], seen)
 
 
 def block_of(llm: LLM) -> int:
@@ -213,8 +234,13 @@ def logit_steps(llm: LLM) -> Iterator[list[float]]:
 
 def model_of(llm: LLM) -> Any:
     """The model inside an engine of this process."""
+    return runner_of(llm).model
+
+
+def runner_of(llm: LLM) -> Any:
+    """The model runner inside an engine of this process."""
     core: Any = llm.llm_engine.engine_core
-    return core.engine_core.model_executor.driver_worker.model_runner.model
+    return core.engine_core.model_executor.driver_worker.model_runner
 
 
 @contextmanager
@@ -264,9 +290,8 @@ def streams(llm: LLM, sequence: list[int], graft: np.ndarray | None = None) -> l
 
 def provider_of(llm: LLM) -> dict[str, str]:
     """Op -> the provider that serves it in an engine of this process."""
-    core: Any = llm.llm_engine.engine_core
-    ops = core.engine_core.model_executor.driver_worker.model_runner.ops
-    return {name: choice.provider for name, choice in sorted(ops.choices.items())}
+    choices = runner_of(llm).ops.choices
+    return {name: choice.provider for name, choice in sorted(choices.items())}
 
 
 def sketches(llm: LLM, sequence: list[int]) -> np.ndarray:

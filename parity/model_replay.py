@@ -4,35 +4,65 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import time
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from vllmx.registry import own_architectures
 from vllmx.tiny.configs import config_of
 
 from . import closure, evidence, golden, policy
 from .compare import Check
+from .digests import canonical
 from .evidence import Row, make_row
 from .golden import GoldenError
 from .model_gate import classes, farthest, judge, stream_errors, tie_of
 from .model_golden import Scores, load, weights_sha
 from .model_table import MODELS, ModelCell, ModelEntry
+from .model_watch import unlike
 from .op_replay import C_SOURCES, device_facts, sources
 from .oracle_process import OracleBlocked
 
 CODE = (
+    "vllmx/worker/gpu_worker.py",
     "vllmx/worker/model_runner.py",
+    "vllmx/core/scheduler.py",
+    "vllmx/core/async_scheduler.py",
     "vllmx/attention/backends",
     "vllmx/kernels",
     "vllmx/ir",
     "vllmx/layers",
+    "vllmx/quantization",
     "vllmx/model_loader/weights.py",
     "vllmx/model_loader/loader.py",
 )
-"""What runs a model, beside the model's own file."""
+"""What runs a model, beside the model's own file, with all that it refers to."""
+ALONE = (
+    "parity/model_replay.py:ModelLane",
+    "vllmx/engine/core.py",
+    "vllmx/engine/executor.py",
+    "vllmx/engine/llm_engine.py",
+    "vllmx/engine/logprobs.py",
+    "vllmx/engine/output_processor.py",
+    "vllmx/engine/startup.py",
+)
+"""What stands around it, by its own text: what that refers to is mostly of other requests."""
+LEFT_OUT = (
+    "vllmx/entrypoints/",
+    "vllmx/model_loader/gguf_tokenizer.py",
+    "vllmx/model_loader/spm_merges.py",
+    "vllmx/model_loader/tokenizer.py",
+    "vllmx/reasoning/",
+    "vllmx/structured_output/",
+    "vllmx/tiny/",
+)
+"""What no cell runs, though types and engine refer to it: cells give token ids and get them, with
+no grammar. What vllmx/tiny writes is checked against the golden."""
 OF_REAL = {
     "smollm2-135m": "llama",
     "gemma3-270m": "gemma3",
@@ -44,27 +74,61 @@ JUDGES = ("parity/model_gate.py:judge", "parity/model_engine.py")
 
 
 def closure_of(cell: ModelCell) -> dict[str, str]:
-    """The closure of a cell: the model, what runs it, and what judges it."""
-    family = cell.entry.name.removeprefix("tiny-")
-    family = OF_REAL.get(family, family)
-    if (closure.ROOT / f"vllmx/models/{family}.py").is_file():
-        return dict(_closure(f"vllmx/models/{family}.py"))
-    # Several families in one file, or a file that is called otherwise: the class and what it names.
-    (architecture,) = config_of(cell.entry.name)["architectures"]
-    module = own_architectures()[architecture]
-    return dict(_closure(f"vllmx/models/{module}.py:{architecture}"))
+    """The closure of a cell: the model, what runs it, its settings, and what judges it."""
+    return dict(_closure(cell.entry.name))
 
 
 @functools.cache
-def _closure(model: str) -> dict[str, str]:
-    root = closure.ROOT
+def _closure(name: str) -> dict[str, str]:
+    found = sources()
+    return closure.closure(_symbols(name), _beside(name), found.root, found, LEFT_OUT)
+
+
+def _symbols(name: str) -> list[str]:
+    """What the closure of a model follows."""
+    root = sources().root
     files: list[str] = []
-    for name in CODE:
-        path = root / name
-        found = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-        files += [p.relative_to(root).as_posix() for p in found if p.name != "__init__.py"]
-    symbols = [model, *files, *JUDGES]
-    return closure.closure(symbols, closure.beside(C_SOURCES), sources=sources())
+    for part in CODE:
+        path = root / part
+        listed = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        files += [p.relative_to(root).as_posix() for p in listed if p.name != "__init__.py"]
+    return [_model(name, root), *files, *JUDGES]
+
+
+def _beside(name: str) -> dict[str, str]:
+    """What else decides on a model, by name: sums of it."""
+    root = sources().root
+    found = closure.beside([*C_SOURCES, *_composed(name, root)], root)
+    found |= {symbol: sources().looked_at(symbol)[0] for symbol in ALONE}
+    if MODELS[name].tiny:
+        found["config.json"] = hashlib.sha256(canonical(config_of(name))).hexdigest()
+    return found
+
+
+def _model(name: str, root: Path) -> str:
+    family = name.removeprefix("tiny-")
+    path = f"vllmx/models/{OF_REAL.get(family, family)}.py"
+    if (root / path).is_file():
+        return path
+    # Several families in one file, or a file that is called otherwise: the class and what it names.
+    (architecture,) = config_of(name)["architectures"]
+    return f"vllmx/models/{own_architectures()[architecture]}.py:{architecture}"
+
+
+def _composed(name: str, root: Path) -> list[str]:
+    """The files of conf/ that an engine of the model is composed from, this machine's own aside."""
+    main = "conf/config.yaml"
+    defaults = yaml.safe_load((root / main).read_text(encoding="utf-8"))["defaults"]
+    chosen = {
+        group: choice
+        for entry in defaults
+        if isinstance(entry, dict)
+        for group, choice in entry.items()
+    }
+    if not MODELS[name].tiny:
+        chosen["model"] = name
+    files = [f"conf/{group}/{choice}.yaml" for group, choice in chosen.items() if choice]
+    return [main, *(file for file in files if not file.startswith("conf/optional "))]
 
 
 def limits_name(cell: ModelCell) -> str:
@@ -134,7 +198,14 @@ class ModelLane:
             over = [i for i, e in enumerate(errors) if e > max(2 * floors[i], limits.stream)]
             if over:
                 details["drift"] = f"stream of layer {over[0]}"
-        for part, ours in parts.items():
+        unlike_mode: list[str] = []
+        for part, found in parts.items():
+            ours = found.ours
+            lacks = unlike(cell.mode, cell.device, found.asked, found.seen, found.decoding)
+            unlike_mode += [f"{part}: {words}" for words in lacks]
+            checks[f"{part}.length"] = Check(float(found.short), 0.0)
+            checks[f"{part}.mode"] = Check(float(len(lacks)), 0.0)
+            details[f"{part}.seen"] = found.seen.facts()
             checks |= {f"{part}.{k}": c for k, c in judge(want, floor, ours, limits).items()}
             details[f"{part}.positions"] = len(ours.where)
             details[f"{part}.tie"] = float(f"{tie_of(want, floor, ours, limits):.4g}")
@@ -145,10 +216,11 @@ class ModelLane:
                 empty = sum(not len(rows) for rows in of_class.values())
                 checks["prefill.empty_classes"] = Check(float(empty), 0.0)
         failed = [name for name, check in checks.items() if not check.ok]
-        reason = "; ".join(
+        reasons = [
             f"{name} {checks[name].measured:.3g}, {checks[name].limit:.3g} allowed"
             for name in failed
-        )
+        ]
+        reason = "; ".join([*reasons, *unlike_mode])
         return self._row(
             cell,
             "fail" if failed else "pass",

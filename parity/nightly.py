@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MEANING = {0: "passed", 1: "failed", 2: "invalid", 3: "blocked", None: "out of time"}
 LAST_SECONDS = 300.0
 """Kept for ledger and report."""
-BOXED = ("replay", "replay-gpu", "collect")
-"""Steps that keep to a time of their own, a little less, so that what they have shown is kept."""
+BOXED = ("record", "replay", "probe", "collect", "mutate")
+"""Verbs that keep to a time of their own, a little less, so that what they have shown is kept."""
 DEVICE = "cpu leaves out what needs a GPU, cuda never does, where there is none it is blocked"
 MEMORY = "cache.gpu_memory_utilization=0.4"
 """On a machine whose GPU and CPU share their memory, more of it can take the machine down."""
@@ -54,6 +54,7 @@ STEPS = (
     Step("canary", ("collect", "suite.canary")),
     Step("budget", ("budget",)),
     Step("record", ("record", "--check"), 0.2, short=False),
+    Step("record-models", ("record", "--check", "model."), 0.2, short=False),
     Step("replay", ("replay",), 0.4, device="cpu"),
     Step("replay-gpu", ("replay",), 0.4, device="cuda", gpu=True),
     Step("probe", ("probe",), 0.2, short=False, device="cpu"),
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes = run_all(chosen, 60 * options.minutes)
     for outcome in outcomes:
         meaning = MEANING.get(outcome.code, "failed")
-        print(f"{outcome.step:<11} {meaning:<12} {outcome.seconds:.0f} s")
+        print(f"{outcome.step:<13} {meaning:<12} {outcome.seconds:.0f} s")
     return gravest(outcomes)
 
 
@@ -127,7 +128,7 @@ def run_step(step: Step, seconds: float) -> Outcome:
     arguments = [*step.arguments]
     if step.device:
         arguments += [f"device.device={step.device}", MEMORY]
-    if step.name in BOXED:
+    if step.arguments[0] in BOXED:
         arguments.append(f"minutes={max(seconds / 60 - 1, 0.1):.2f}")
     print(f"--- vllmx parity {shlex.join(arguments)}", flush=True)
     command = [sys.executable, "-m", "vllmx", "parity", *arguments]

@@ -11,7 +11,7 @@ poison    what no request may read holds NaN: with zeros there the bits are the 
 constant  attention over values that are all one is one
 
 Each has a control: an answer that breaks the law by a little. If that passes, the probe shows
-nothing and its row is invalid.
+nothing and its row is invalid. The cells that `minutes=` leaves undone are missing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .evidence import Row
 from .inputs import Arguments
 from .op_cells import OpCell, expected, implementation
 from .op_replay import closure_of
-from .replay import device_of, exit_code, no_cell
+from .replay import TimeBox, device_of, exit_code, no_cell
 from .selection import check_words, op_names
 from .torch_calls import Call, Outputs
 
@@ -214,9 +214,10 @@ def judge(probe: Probe, first: Outputs, second: Outputs) -> tuple[str, str]:
 
 
 def run(config: RunConfig) -> int:
-    """0: all laws hold; 1: one is broken; 2: a control passed, or nothing was selected;
-    3: the device is not here."""
+    """0: all laws hold; 1: one is broken; 2: a control passed, nothing was selected or time
+    ran out; 3: the device is not here."""
     options = config.parity
+    box = TimeBox(time.monotonic() + 60 * options.minutes)
     device = device_of(config)
     if device is None:
         return 3
@@ -224,9 +225,13 @@ def run(config: RunConfig) -> int:
         check_words(options.select, op_names())
     facts = evidence.run_facts()
     rows: list[Row] = []
-    for cell in expected(device, options.select, options.provider):
-        if not cell.refused and not cell.blocked:
-            rows += rows_of(cell, device, facts)
+    cells = expected(device, options.select, options.provider)
+    for (cell,) in box.take([c] for c in cells if not c.refused and not c.blocked):
+        rows += rows_of(cell, device, facts)
+    if box.left:
+        print(f"{box.left} cells are missing: time ran out after {options.minutes:g} minutes")
+    if not rows and box.left:
+        return 2
     if not rows:
         provider = options.provider
         if provider and provider not in {c.provider for c in expected(device, options.select)}:
@@ -241,7 +246,8 @@ def run(config: RunConfig) -> int:
     print(f"{shown} of {len(rows)} probes hold")
     folder = Path(options.output_dir) if options.output_dir else evidence.EVIDENCE
     print(f"evidence: {evidence.append(rows, folder)}")
-    return exit_code(rows)
+    code = exit_code(rows)
+    return 2 if box.left and code != 1 else code
 
 
 def _like(old: Array, data: np.ndarray) -> Array:

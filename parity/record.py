@@ -12,6 +12,9 @@ would change.
 
 from __future__ import annotations
 
+import datetime as dt
+import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +31,7 @@ from .inputs import Arguments, Case
 from .op_table import EXACT, GPU_OPS, LAYOUTS, OPS, OpEntry, golden_name
 from .oracle_process import Answer, OracleBlocked, Question, ask
 from .record_specs import record_schedule, record_text
+from .replay import TimeBox
 from .selection import by_kind, check_oracle, check_words, golden_names, op_names
 from .truths import ORACLE as TRUTH
 from .truths import cap_of, contradiction, prepare, truth_of
@@ -129,6 +133,8 @@ class Recorded:
 
 ORACLE_FAILS = "the oracle fails: "
 WORST_FIRST = (2, 3, 1)
+TOGETHER = 4
+"""Models that a check asks of one process of an oracle, which takes its time to start."""
 """Exit codes of several kinds: a golden that can't be one, an oracle that is not here, a change."""
 
 
@@ -242,27 +248,47 @@ def record(
     return 1 if check and changed else 0
 
 
-def record_models(select: str | None, check: bool, folder: Path = golden.MODELS) -> int:
-    """Record the selected models; returns the exit code of the verb."""
+def record_models(
+    select: str | None,
+    check: bool,
+    folder: Path = golden.MODELS,
+    deadline: float = math.inf,
+    day: int = 0,
+) -> int:
+    """Record the selected models; returns the exit code of the verb.
+
+    With `check` they are asked few at a time until `deadline`, of time.monotonic, and another
+    `day` begins with others, so that a time box that is too short for all still comes by each.
+    """
     from .model_golden import record as ask_models
     from .model_table import chosen
 
     code = 0
-    for entry, answers in ask_models(chosen(select)):
+    entries = chosen(select)
+    box, groups = TimeBox(deadline), [entries]
+    if check:
+        groups = [entries[at : at + TOGETHER] for at in range(0, len(entries), TOGETHER)]
+        first = day % max(len(groups), 1)
+        groups = groups[first:] + groups[:first]
+    for entry, answers in (told for group in box.take(groups) for told in ask_models([*group])):
         if isinstance(answers, GoldenError):
-            print(f"{entry.name}: {answers}")
+            print(f"{entry.name}: {answers}", flush=True)
             code = max(code, 3 if isinstance(answers, OracleBlocked) else 2)
             continue
         for lane, data in answers.items():
             path = folder / entry.golden(lane)
             same = path.is_file() and path.read_bytes() == data
-            print(f"models/{entry.golden(lane)}: {'same' if same else 'new'}, {len(data)} bytes")
+            word = "same" if same else "new"
+            print(f"models/{entry.golden(lane)}: {word}, {len(data)} bytes", flush=True)
             if check:
                 code = max(code, 0 if same else 1)
             elif not same:
                 golden.write(path, data, golden.MODEL_MAX_BYTES)
     if not check:
         golden.write_index(folder)
+    if box.left:
+        print(f"{box.left} models are missing: time ran out")
+        return code if code == 1 else 2
     return code
 
 
@@ -296,14 +322,19 @@ def run(config: RunConfig) -> int:
         return gpu_models.record(parity.select, parity.check)
     # An oracle of ops says nothing of the other kinds; models take an hour, so they are named.
     kinds = ("ops",) if parity.oracle else ("ops", "schedule", "text")
+    deadline = time.monotonic() + 60 * parity.minutes if parity.check else math.inf
     codes = []
     for kind, select in by_kind(parity.select, kinds).items():
-        if kind == "ops":
+        if time.monotonic() >= deadline:
+            print(f"{kind} are missing: time ran out after {parity.minutes:g} minutes")
+            codes.append(2)
+        elif kind == "ops":
             gpu = parity.oracle == GPU_ORACLE
             where = {"ops": GPU_OPS, "folder": golden.OPS_GPU} if gpu else {}
             codes.append(record(select, parity.oracle, check=parity.check, **where))
         elif kind == "models":
-            codes.append(record_models(select, parity.check))
+            today = dt.datetime.now(dt.UTC).toordinal()
+            codes.append(record_models(select, parity.check, deadline=deadline, day=today))
         elif kind == "text":
             codes.append(record_text(select, parity.check))
         else:

@@ -196,6 +196,8 @@ def run(config: RunConfig) -> int:
     else:
         print(summary(rows, refused, time.monotonic() - started))
         print(f"evidence: {path}")
+        if rows and rows[0]["run"]["dirty"]:
+            print(evidence.DIRTY)
     code = exit_code(rows)
     if box.left:
         print(f"{box.left} cells are missing: time ran out after {config.parity.minutes:g} minutes")

@@ -8,7 +8,9 @@ speaks of the time of the newest evidence, so that it is the same on any day.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from vllmx.config import RunConfig
 
@@ -42,12 +44,32 @@ def run(config: RunConfig) -> int:
     return 2 if trouble else int(bool(stale))
 
 
+def json_text(data: Mapping[str, Any]) -> str:
+    """`data` as JSON, a line for each entry of a section."""
+    sections = []
+    for name in sorted(data):
+        found = data[name]
+        if isinstance(found, dict):
+            entries = [f"{json.dumps(key)}: {_line(found[key])}" for key in sorted(found)]
+            text = "{\n " + ",\n ".join(entries) + "\n}" if entries else "{}"
+        elif isinstance(found, list):
+            text = "[\n " + ",\n ".join(map(_line, found)) + "\n]" if found else "[]"
+        else:
+            text = _line(found)
+        sections.append(f"{json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(sections) + "\n}\n"
+
+
+def _line(found: Any) -> str:
+    return json.dumps(found, sort_keys=True, separators=(",", ":"))
+
+
 def render(checkout: Checkout, folder: Path | None = None) -> tuple[dict[str, str], list[str]]:
     """(name -> text of the files, why the report can't be believed); `folder` has earlier ones."""
     data = build(checkout, checkout.as_of(), folder)
     texts = {
         TREND: trend_text([*data["trend"], point(data)]),
-        "report.json": json.dumps(data, indent=1, sort_keys=True) + "\n",
+        "report.json": json_text(data),
         "parity.md": report_md.page(data),
         "parity.html": report_html.page(data),
     }

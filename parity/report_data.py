@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,15 +20,24 @@ from .census import DRIFT, PINNED
 from .checkout import Checkout
 from .drift import anchors
 from .features import CANARY
-from .ledger import TIERS, as_json, equation, totals, troubles
+from .ledger import TIERS, as_json, by_place, equation, totals, troubles
+from .ledger import worst as worst_status
 from .mutant_detectors import Detectors
-from .mutate import CATALOGUE, catalogue, closure_of
+from .mutate import CATALOGUE, WANTED, catalogue, closure_of
 from .plan import join
 from .report_lanes import earlier, lanes
 from .status import STATUSES, Cell, CellStatus, FeatureStatus, by_key, judge
 
-SHOWN = 200
-"""Cells of one list that are spelt out."""
+SPELT = 200
+"""Red cells that are spelt out."""
+VERSIONS = ("machine", "python", "torch", "triton", "numpy")
+OF_ROW = ("id", "tier", "status", "reason", "cells", "beside", "proven", "headroom", "canary")
+"""What the report tells of a row; ledger.jsonl has all of it."""
+AGAIN = ("STALE", "BLOCKED", "UNPROVEN")
+"""Statuses of cells that are to be run."""
+OTHER_LANE = "the oracle's other lane"
+FIGURES = ("mean", "p99", "kl", "flips", "ties")
+"""Checks of a model by the last part of their name, of which the largest of a run is told."""
 
 
 def build(checkout: Checkout, now: dt.datetime, reports: Path | None = None) -> dict[str, Any]:
@@ -36,7 +46,12 @@ def build(checkout: Checkout, now: dt.datetime, reports: Path | None = None) -> 
     rows = checkout.statuses(now)
     by_status, by_tier = totals(rows)
     cells = [cell for row in rows if row.feature.id != CANARY for cell in row.cells]
-    unique = list({cell.cell.key: cell for cell in cells}.values())
+    asked = {cell.cell.key: cell for cell in cells}
+    unique = list(asked.values())
+    other = {cell.cell.key: cell for row in rows for cell in row.beside}
+    beside = [cell for key, cell in other.items() if key not in asked]
+    red = [cell for cell in unique if cell.status in ("RED", "SUSPECT")]
+    again = [cell for cell in unique if cell.status in AGAIN]
     return {
         "as_of": f"{now:%Y-%m-%dT%H:%M:%SZ}",
         "trouble": troubles(checkout, rows),
@@ -46,19 +61,22 @@ def build(checkout: Checkout, now: dt.datetime, reports: Path | None = None) -> 
         "tiers": {tier: {s: by_tier[tier, s] for s in STATUSES} for tier in TIERS},
         "areas": areas(rows),
         "cells": {name: sum(c.status == name for c in unique) for name in STATUSES},
+        "beside": by_place(beside),
         "evidence": evidence_counts(checkout),
-        "red": [told(cell) for cell in unique if cell.status in ("RED", "SUSPECT")][:SHOWN],
-        "stale": stale(unique),
+        "red": [told(cell) for cell in red[:SPELT]],
+        "more_red": len(red[SPELT:]),
+        "stale": stale(again),
+        "commands": commands(again),
         "headroom": headroom(unique),
-        "providers": providers(unique),
-        "models": models(checkout.evidence, unique),
+        "providers": providers([*unique, *beside]),
+        "models": models(unique, beside),
         "mutation": mutation(checkout, now),
         "goldens": golden_sizes(checkout.goldens_folder),
         "upstream": upstream(checkout.root),
         "lanes": lanes(checkout.goldens_folder),
         "trend": earlier(reports, f"{now:%Y-%m-%dT%H:%M:%SZ}"),
         "environment": environment(checkout.evidence),
-        "rows": [as_json(row) for row in rows],
+        "rows": [{key: facts[key] for key in OF_ROW} for facts in map(as_json, rows)],
     }
 
 
@@ -120,21 +138,25 @@ def stale(cells: Iterable[CellStatus]) -> list[dict[str, Any]]:
     """What has to be run again: a line a cause and verb, with how many cells it is about."""
     found: dict[tuple[str, str, str], list[CellStatus]] = defaultdict(list)
     for cell in cells:
-        if cell.status in ("STALE", "BLOCKED", "UNPROVEN"):
-            cause = cell.reason.split(" since ")[0]
-            verb = " ".join(cell.cell.command.split()[:3])
-            found[cell.status, cause, verb].append(cell)
+        cause = cell.reason.split(" since ")[0]
+        verb = " ".join(cell.cell.command.split()[:3])
+        found[cell.status, cause, verb].append(cell)
     listed = sorted(found.items(), key=lambda item: (item[0][0], -len(item[1]), item[0]))
     return [
         {
             "status": status,
             "cause": cause,
-            "commands": join(dict.fromkeys(c.cell.command for c in told if c.cell.command)),
+            "commands": commands(told),
             "cells": len(told),
-            "first": told[0].cell.name,
+            "of": dict(sorted(Counter(c.cell.feature for c in told).items())),
         }
         for (status, cause, _), told in listed
     ]
+
+
+def commands(cells: Iterable[CellStatus]) -> list[str]:
+    """The fewest commands that run `cells`."""
+    return join(dict.fromkeys(c.cell.command for c in cells if c.cell.command))
 
 
 def headroom(cells: Iterable[CellStatus]) -> dict[str, Any]:
@@ -152,51 +174,90 @@ def headroom(cells: Iterable[CellStatus]) -> dict[str, Any]:
     }
 
 
-def providers(cells: Iterable[CellStatus]) -> dict[str, dict[str, dict[str, int]]]:
-    """Op -> "provider on device" -> cells by status."""
-    found: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+def providers(cells: Iterable[CellStatus]) -> dict[str, dict[str, Any]]:
+    """Op -> its cells by place, those that nothing asks for among them (ledger.by_place)."""
+    found: dict[str, list[CellStatus]] = defaultdict(list)
     for cell in cells:
         if cell.cell.kind == "op":
-            place = f"{cell.cell.provider} on {cell.cell.device}"
-            found[cell.cell.feature][place][cell.status] += 1
+            found[cell.cell.feature].append(cell)
+    return {op: by_place(found[op]) for op in sorted(found)}
+
+
+def models(asked: Iterable[CellStatus], beside: Iterable[CellStatus]) -> dict[str, dict[str, Any]]:
+    """Model -> how its cells stand, by place and one by one, and its error by layer.
+
+    asked: cells that rows ask for; beside: those of other devices, which are counted alone.
+    tightest: the run nearest to a limit; None where no run counts. layer: the first one whose
+    stream is out of line; empty if none is. layers: run -> errors of the stream after each layer,
+    the last of them those of the oracle's other lane; empty where none was measured.
+    """
+    ours: dict[str, list[CellStatus]] = defaultdict(list)
+    others: dict[str, list[CellStatus]] = defaultdict(list)
+    for found, cells in ((ours, asked), (others, beside)):
+        for cell in cells:
+            if cell.cell.kind == "model":
+                found[cell.cell.feature].append(cell)
+    return {name: _model(ours[name], others[name]) for name in sorted(ours)}
+
+
+def _model(asked: list[CellStatus], beside: list[CellStatus]) -> dict[str, Any]:
+    runs = sorted((_run(cell) for cell in asked), key=lambda run: run["run"])
+    layers, floors, off = {}, [], []
+    for cell in asked:
+        details = cell.row.get("details", {}) if cell.row else {}
+        if details.get("layers"):
+            layers[_name(cell)] = details["layers"]
+            floors = details.get("floor_layers", floors)
+        if words := details.get("drift"):
+            number = re.search(r"\d+", words)
+            off.append((int(number[0]) if number else 0, f"{words} ({_name(cell)})"))
     return {
-        op: {place: dict(counts) for place, counts in sorted(places.items())}
-        for op, places in sorted(found.items())
+        "status": worst_status(cell.status for cell in asked),
+        "places": by_place([*asked, *beside]),
+        "tightest": min(
+            (run for run in runs if run["headroom"] is not None),
+            key=lambda run: run["headroom"],
+            default=None,
+        ),
+        "layer": min(off)[1] if off else "",
+        "layers": {**layers, OTHER_LANE: floors} if layers else {},
+        "runs": runs,
     }
 
 
-def models(
-    evidence: Iterable[dict[str, Any]], cells: Iterable[CellStatus]
-) -> dict[str, dict[str, Any]]:
-    """Model and mode -> the figures of its newest run, and its error by layer if it was measured.
+def _name(cell: CellStatus) -> str:
+    """A run of a model, such as `auto bs1 cpu`."""
+    return f"{cell.cell.provider} {cell.cell.mode} {cell.cell.device}"
 
-    status: what that run comes to now; empty on a device that nobody asks for.
-    layers: [[number, error, error of the oracle's other lane], ...]; 0 is the embedding.
-    """
-    now = {cell.cell.key: cell.status for cell in cells}
-    found: dict[str, dict[str, Any]] = {}
-    for row in sorted(evidence, key=lambda row: row["ts"]):
-        if row["feature"].startswith("model."):
-            device = str(row["device"].get("name"))
-            name = " ".join([row["feature"], row["provider"], row["mode"], device])
-            key = (row["feature"], row["case"], row["provider"], device, row["mode"])
-            details = row.get("details", {})
-            errors, floors = details.get("layers", []), details.get("floor_layers", [])
-            found[name] = {
-                "verdict": row["verdict"],
-                "status": now.get(key, ""),
-                "ts": row["ts"],
-                "checks": row["checks"],
-                "layers": [[n, *pair] for n, pair in enumerate(zip(errors, floors))],
-            }
-    return dict(sorted(found.items()))
+
+def _run(cell: CellStatus) -> dict[str, Any]:
+    """A cell of a model, its tightest check, and its figures."""
+    checks = cell.row["checks"] if cell.row else {}
+    name = min(
+        (name for name, check in checks.items() if "headroom" in check),
+        key=lambda name: checks[name]["headroom"],
+        default="",
+    )
+    figures = {
+        figure: max(found)
+        for figure in FIGURES
+        if (found := [c["measured"] for n, c in checks.items() if n.rpartition(".")[2] == figure])
+    }
+    return {
+        "run": _name(cell),
+        "status": cell.status,
+        "ts": cell.row["ts"] if cell.row else "",
+        "check": name,
+        "measured": checks[name]["measured"] if name else None,
+        "limit": checks[name]["limit"] if name else None,
+        "headroom": round(checks[name]["headroom"], 3) if name else None,
+        "figures": {figure: float(f"{value:.3g}") for figure, value in figures.items()},
+    }
 
 
 def mutation(checkout: Checkout, now: dt.datetime) -> dict[str, Any]:
     """Every planted fault of the catalogue by category, judged as any other cell: a run of other
     code or of a dirty tree finds nothing. Honest alternates apart.
-
-    total: faults that there are; looked: those that a run speaks of that counts.
     """
     path = checkout.parity / CATALOGUE.name
     rows, policy = by_key(checkout.evidence), checkout.policy
@@ -216,12 +277,26 @@ def mutation(checkout: Checkout, now: dt.datetime) -> dict[str, Any]:
             missed.append(f"{mutant.name}: {told.reason}")
     words = sum(by_category.values(), Counter[str]())
     return {
-        "total": words.total(),
-        "looked": words["found"] + words["missed"],
-        "found": words["found"],
+        **score(words),
         "honest": dict(sorted(honest.items())),
         "categories": {name: dict(sorted(by_category[name].items())) for name in by_category},
         "missed": sorted(missed),
+    }
+
+
+def score(words: Counter[str]) -> dict[str, Any]:
+    """What planted faults, counted by what came of them, add up to.
+
+    total: faults that there are; looked: those that a run speaks of that counts; wanted: the share
+    of all that has to be found, and reached: whether it is. What nobody looked at is not found.
+    """
+    total, found = words.total(), words["found"]
+    return {
+        "total": total,
+        "looked": found + words["missed"],
+        "found": found,
+        "wanted": WANTED,
+        "reached": not total or found / total >= WANTED,
     }
 
 
@@ -263,13 +338,13 @@ def upstream(root: Path) -> dict[str, Any]:
 
 
 def environment(evidence: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Where evidence came from: machine, device, versions; rows and the newest time of each."""
+    """Where evidence came from: device, machine, versions; rows and the newest time of each."""
     found: dict[tuple[str, ...], dict[str, Any]] = {}
     for row in evidence:
-        run = row["run"]
         facts = {
             "device": str(row["device"].get("name", "")),
-            **{key: str(run.get(key, "")) for key in ("machine", "python", "torch", "numpy")},
+            **{key: str(row["device"].get(key, "")) for key in ("model", "sm", "cuda", "isa")},
+            **{key: str(row["run"].get(key, "")) for key in VERSIONS},
         }
         entry = found.setdefault(tuple(facts.values()), {**facts, "rows": 0, "newest": ""})
         entry["rows"] += 1

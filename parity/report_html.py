@@ -8,15 +8,21 @@ from html import escape
 from typing import Any
 
 from . import svg
-from .ledger import TIERS
+from .ledger import TIERS, places, share, short, worst
+from .report_data import FIGURES
 from .report_md import (
+    BESIDE,
+    MODEL_HEAD,
+    SHARES,
     TREND_HEAD,
     adds_up,
     broken_limit,
+    cells_of,
     lane_figures,
     megabytes,
+    missed_target,
+    model_rows,
     mutation_score,
-    share,
     trend_rows,
 )
 from .status import STATUSES
@@ -46,6 +52,7 @@ h1 { font-size: 1.5rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2r
 nav { display: flex; flex-wrap: wrap; gap: .25rem .9rem; margin: .5rem 0 1rem; }
 a { color: inherit; } code { font-size: .85em; overflow-wrap: anywhere; }
 .invalid { border: 2px solid #c62f2f; padding: .5rem .75rem; font-weight: 600; }
+.missed { border-left: .3rem solid #e07a3f; padding: .1rem .6rem; font-weight: 600; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .5rem;
@@ -87,7 +94,7 @@ def page(data: Mapping[str, Any]) -> str:
     """The page."""
     parts = {
         "status": _status(data),
-        "red": _red(data["red"]),
+        "red": _red(data["red"], data["more_red"]),
         "run": _stale(data["stale"]),
         "headroom": _headroom(data["headroom"]),
         "models": _models(data["models"]),
@@ -106,6 +113,7 @@ def page(data: Mapping[str, Any]) -> str:
         for name, title in SECTIONS
     )
     trouble = "".join(f'<p class="invalid">INVALID: {escape(t)}</p>' for t in data["trouble"])
+    trouble += _missed_target(data["mutation"])
     colours = "".join(
         f".s-{name} {{ fill: {colour}; }} .tag.{name} {{ background: {colour}; }}\n"
         for name, colour in COLOURS.items()
@@ -122,6 +130,7 @@ def page(data: Mapping[str, Any]) -> str:
 <h1>Parity with upstream</h1>
 {trouble}
 <p>{escape(data["equation"])} features. Cells: {escape(adds_up(data["cells"]))}.</p>
+{_beside(data["beside"])}
 <p class="soft">As of {data["as_of"]}, the time of the newest evidence. The canary, a planted
 fault, is {_tag(data["canary"])}. No status is typed by hand: each follows from evidence.</p>
 <nav>{links}</nav>
@@ -129,6 +138,10 @@ fault, is {_tag(data["canary"])}. No status is typed by hand: each follows from 
 </body>
 </html>
 """
+
+
+def _beside(found: Mapping[str, Mapping[str, Any]]) -> str:
+    return f"<p>Beside them, {BESIDE}: {escape(places(found))}.</p>" if found else ""
 
 
 def _tag(status: str) -> str:
@@ -186,7 +199,7 @@ def _status(data: Mapping[str, Any]) -> str:
     )
 
 
-def _red(cells: Sequence[Mapping[str, Any]]) -> str:
+def _red(cells: Sequence[Mapping[str, Any]], more: int) -> str:
     rows = [
         [
             _tag(c["status"]),
@@ -198,15 +211,16 @@ def _red(cells: Sequence[Mapping[str, Any]]) -> str:
         ]
         for c in cells
     ]
-    return _table(["", "cell", "why", "limit", "worst at", "again with"], rows, "none")
+    rest = f"<p>and {more} more</p>" if more else ""
+    return _table(["", "cell", "why", "limit", "worst at", "again with"], rows, "none") + rest
 
 
 def _stale(entries: Sequence[Mapping[str, Any]]) -> str:
     rows = [
-        [_tag(e["status"]), e["cells"], e["cause"], e["first"], _codes(e["commands"])]
+        [_tag(e["status"]), e["cells"], e["cause"], cells_of(e["of"], 24), _codes(e["commands"])]
         for e in entries
     ]
-    return _table(["", "cells", "why", "first of them", "run"], rows, "nothing")
+    return _table(["", "cells", "why", "of", "run"], rows, "nothing")
 
 
 def _headroom(found: Mapping[str, Any]) -> str:
@@ -223,45 +237,58 @@ def _headroom(found: Mapping[str, Any]) -> str:
 
 
 def _models(found: Mapping[str, Mapping[str, Any]]) -> str:
-    if not found:
-        return '<p class="soft">no data</p>'
-    parts = []
-    for name, entry in found.items():
-        rows = [
-            [key, f"{check['measured']:.3g}", f"{check['limit']:.3g}"]
-            for key, check in entry["checks"].items()
+    """A line a model; what each of its runs was is folded."""
+    rows = [[name, _tag(status), *rest] for name, status, *rest in model_rows(found)]
+    folded = "\n".join(_model(name, entry) for name, entry in found.items())
+    return _table(MODEL_HEAD, rows) + (
+        f"<details><summary>Runs and layers of each</summary>\n{folded}</details>" if found else ""
+    )
+
+
+def _model(name: str, entry: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            *(run["run"], _tag(run["status"]), _figure(run["headroom"]), run["check"]),
+            *(_figure(run["measured"]), _figure(run["limit"])),
+            *(_figure(run["figures"].get(figure)) for figure in FIGURES),
         ]
-        layers = entry["layers"]
-        chart = '<p class="soft">by layer: no data</p>'
-        if layers:
-            series = {"ours": [layer[1] for layer in layers]}
-            series["the oracle's other lane"] = [layer[2] for layer in layers]
-            chart = svg.curves(series, [str(layer[0]) for layer in layers])
-        parts.append(
-            f"<details><summary>{escape(name)}: {escape(entry['verdict'])} "
-            f"{_tag(entry['status']) if entry['status'] else ''}</summary>"
-            f"{_table(['check', 'measured', 'limit'], rows)}{chart}</details>"
-        )
-    return "\n".join(parts)
+        for run in entry["runs"]
+    ]
+    head = ["run", "", "limit / measured", "nearest", "measured", "limit", *FIGURES]
+    chart = '<p class="soft">by layer: no data</p>'
+    if layers := entry["layers"]:
+        numbers = range(max(map(len, layers.values())))
+        chart = svg.curves(layers, [str(number) for number in numbers])
+    return f"<details><summary>{escape(name)}</summary>{_table(head, rows)}{chart}</details>"
 
 
-def _providers(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
-    places = sorted({place for ops in found.values() for place in ops})
-    rows = []
-    for op, by_place in found.items():
-        cells: list[Any] = [op]
-        for place in places:
-            counts = by_place.get(place)
-            worst = max(counts, key=STATUSES.index) if counts else ""
-            cells.append(f'<span class="tag {worst}">{share(counts)}</span>' if counts else "")
-        rows.append(cells)
-    note = '<p class="soft">Green cells of all; the colour is that of the worst one.</p>'
-    return _table(["op", *places], rows) + (note if rows else "")
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _providers(found: Mapping[str, Mapping[str, Any]]) -> str:
+    columns = sorted({place for ops in found.values() for place in ops})
+    rows = [
+        [op, *(_share(by_place[c]) if c in by_place else "" for c in columns)]
+        for op, by_place in found.items()
+    ]
+    note = f'<p class="soft">{SHARES}</p>' if rows else ""
+    return note + _table(["op", *columns], rows)
+
+
+def _share(counts: Mapping[str, Any]) -> str:
+    return f'<span class="tag {worst(counts["statuses"])}">{share(counts)}</span>'
+
+
+def _missed_target(found: Mapping[str, Any]) -> str:
+    words = missed_target(found)
+    return f'<p class="missed">{escape(words)}</p>' if words else ""
 
 
 def _mutation(found: Mapping[str, Any]) -> str:
     rows = [[name, adds_up(counts)] for name, counts in found["categories"].items()]
-    parts = [f"<p>{escape(mutation_score(found))}</p>", _table(["category", "faults"], rows)]
+    parts = [f"<p>{escape(mutation_score(found))}</p>", _missed_target(found)]
+    parts.append(_table(["category", "faults"], rows))
     if found["looked"]:
         parts.append(_table(["not found"], [[text] for text in found["missed"]], "none"))
     return "\n".join(parts)
@@ -317,7 +344,7 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
             row["id"],
             row["tier"],
             _tag(row["status"]),
-            row["reason"][:240],
+            short(row["reason"], 240),
             sum(row["cells"].values()),
             row["proven"][:10],
         ]

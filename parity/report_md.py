@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .ledger import TIERS
-from .status import STATUSES
+from .ledger import TIERS, places, share, short
+from .status import RANK, STATUSES
 
 NO_DATA = "no data"
+BESIDE = "cells that no row asks for, which count only when they are bad"
+SHARES = "Cells whose last run passed, of all; the worst status, unless that is GREEN."
 LONGEST = 200
 """Lines of the page."""
-OPS = 40
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -28,6 +29,7 @@ def _lines(data: Mapping[str, Any], most: int) -> list[str]:
     """The page with at most `most` lines a list."""
     lines = ["# Parity with upstream", ""]
     lines += [f"**INVALID: {trouble}**" for trouble in data["trouble"]]
+    lines += [f"**{words}**" for words in [missed_target(data["mutation"])] if words]
     lines += [
         "Written by `vllmx parity report`; every figure is computed from parity/evidence. As of",
         f"{data['as_of']}. The canary, a planted fault, is {data['canary']}.",
@@ -36,6 +38,7 @@ def _lines(data: Mapping[str, Any], most: int) -> list[str]:
         f"Cells: {adds_up(data['cells'])}",
         f"Evidence: {data['evidence']['rows']} rows in {data['evidence']['files']} files, "
         f"{data['evidence']['dirty']} of them of a tree with uncommitted changes",
+        *_beside(data["beside"]),
         "",
     ]
     used = [name for name in STATUSES if data["statuses"][name]]
@@ -45,10 +48,10 @@ def _lines(data: Mapping[str, Any], most: int) -> list[str]:
     )
     areas = (f"{area} {adds_up(_ordered(counts))}" for area, counts in data["areas"].items())
     lines += ["", f"By area: {'; '.join(areas) or NO_DATA}."]
-    lines += ["", "## Red and suspect", *_red(data["red"], most)]
-    lines += ["", "## To be run", *_stale(data["stale"], most)]
+    lines += ["", "## Red and suspect", *_red(data["red"], data["more_red"], most)]
+    lines += ["", "## To be run", *_stale(data["stale"], data["commands"], most)]
     lines += ["", "## Nearest to their limit", *_headroom(data["headroom"])]
-    lines += ["", "## Providers", *_providers(data["providers"])]
+    lines += ["", "## Providers", *_providers(data["providers"], 8 * most)]
     lines += ["", "## Models", *_models(data["models"], most)]
     lines += ["", "## Planted faults", *_mutation(data["mutation"], most)]
     lines += ["", "## Goldens", *_goldens(data["goldens"])]
@@ -56,6 +59,10 @@ def _lines(data: Mapping[str, Any], most: int) -> list[str]:
     lines += ["", "## So far", *_trend(data["trend"], most)]
     lines += ["", "## Upstream", *_upstream(data["upstream"])]
     return [*lines, "", "## Environments", *_environment(data["environment"], most)]
+
+
+def _beside(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [f"Beside them, {BESIDE}: {places(found)}"] if found else []
 
 
 def _ordered(counts: Mapping[str, int]) -> dict[str, int]:
@@ -79,10 +86,17 @@ def table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")[:200]
+    """A value on one line; a command is never cut, as it is to be run."""
+    text = str(value) if str(value).startswith("`") else short(str(value), 200)
+    return text.replace("|", "\\|")
 
 
-def _red(cells: list[dict[str, Any]], most: int) -> list[str]:
+def _rest(left: int, of: str = "") -> list[str]:
+    """That a list goes on; empty if it doesn't."""
+    return [f"and {left} more{of}"] if left > 0 else []
+
+
+def _red(cells: list[dict[str, Any]], more: int, most: int) -> list[str]:
     if not cells:
         return ["none"]
     rows = [
@@ -92,8 +106,8 @@ def _red(cells: list[dict[str, Any]], most: int) -> list[str]:
         ]
         for cell in cells[:most]
     ]
-    rest = [f"and {len(cells) - most} more"] if len(cells) > most else []
-    return [*table(["cell", "why", "limit", "worst at", "again with"], rows), *rest]
+    head = ["cell", "why", "limit", "worst at", "again with"]
+    return [*table(head, rows), *_rest(more + len(cells) - most)]
 
 
 def broken_limit(broken: Mapping[str, Any] | None) -> str:
@@ -103,75 +117,92 @@ def broken_limit(broken: Mapping[str, Any] | None) -> str:
     return f"{broken['name']} {broken['measured']:.3g} > {broken['limit']:.3g}"
 
 
-def _stale(entries: list[dict[str, Any]], most: int) -> list[str]:
+def _stale(entries: list[dict[str, Any]], commands: list[str], most: int) -> list[str]:
     if not entries:
         return ["nothing"]
-    head = ["status", "cells", "why", "first", "run"]
-    rows = [
-        [e["status"], e["cells"], e["cause"], e["first"], commands(e["commands"])]
-        for e in entries[:most]
-    ]
-    rest = [f"and {len(entries) - most} more lines"] if len(entries) > most else []
-    return [*table(head, rows), *rest, "", "`vllmx parity plan` prints the commands."]
+    rows = [[e["status"], e["cells"], e["cause"], cells_of(e["of"], 8)] for e in entries[:most]]
+    lines = [*table(["status", "cells", "why", "of"], rows), *_rest(len(entries) - most, " lines")]
+    told = ["", "```", *commands[:most], "```"] if commands else []
+    return [*lines, *told, *_rest(len(commands) - most, ": `vllmx parity plan` prints them")]
 
 
-def commands(listed: list[str]) -> str:
-    """The first command, shortened, and how many more there are."""
-    if not listed:
-        return ""
-    first = listed[0] if len(listed[0]) < 90 else listed[0][:80] + "..."
-    return f"`{first}`" + (f" and {len(listed) - 1} more" if len(listed) > 1 else "")
+def cells_of(counts: Mapping[str, int], most: int) -> str:
+    """`sched.async, runner.graphs (2) and 3 more`: features, with the cells of each."""
+    parts = [name + (f" ({number})" if number > 1 else "") for name, number in counts.items()]
+    return ", ".join(parts[:most]) + (f" and {len(parts) - most} more" if parts[most:] else "")
 
 
 def _headroom(found: Mapping[str, Any]) -> list[str]:
     return table(["limit / measured", "cell", "worst at"], found["tightest"])
 
 
-def _providers(found: Mapping[str, Mapping[str, Mapping[str, int]]]) -> list[str]:
-    places = sorted({place for ops in found.values() for place in ops})
+def _providers(found: Mapping[str, Mapping[str, Any]], most: int) -> list[str]:
+    columns = sorted({place for ops in found.values() for place in ops})
+    rows = [
+        [op, *(share(by_place[c]) if c in by_place else "" for c in columns)]
+        for op, by_place in list(found.items())[:most]
+    ]
+    note = [SHARES, ""] if rows else []
+    return [*note, *table(["op", *columns], rows), *_rest(len(found) - most, " ops")]
+
+
+MODEL_HEAD = ("model", "status", "cells", "limit / measured", "of", "first layer out of line")
+
+
+def model_rows(found: Mapping[str, Mapping[str, Any]]) -> list[list[Any]]:
+    """A row a model, the worst first: its nearest limit, and the layer where its stream departs."""
+
+    def order(name: str) -> tuple[float, ...]:
+        tightest = found[name]["tightest"]
+        return -RANK[found[name]["status"]], tightest["headroom"] if tightest else 0.0
+
     rows = []
-    for op, by_place in list(found.items())[:OPS]:
-        rows.append([op, *(share(by_place.get(place)) for place in places)])
-    return table(["op", *places], rows)
-
-
-def share(counts: Mapping[str, int] | None) -> str:
-    """`12/12`: green cells of all; empty where the provider has none."""
-    if not counts:
-        return ""
-    return f"{counts.get('GREEN', 0)}/{sum(counts.values())}"
+    for name in sorted(found, key=order):
+        entry, tightest = found[name], found[name]["tightest"]
+        rows.append(
+            [
+                *(name, entry["status"], places(entry["places"])),
+                NO_DATA if tightest is None else f"{tightest['headroom']:.3g}",
+                "" if tightest is None else f"{tightest['check']} ({tightest['run']})",
+                entry["layer"] or ("none" if entry["layers"] else NO_DATA),
+            ]
+        )
+    return rows
 
 
 def _models(found: Mapping[str, Mapping[str, Any]], most: int) -> list[str]:
-    rows = []
-    for name, entry in list(found.items())[:most]:
-        figures = ", ".join(
-            f"{key} {check['measured']:.3g} of {check['limit']:.3g}"
-            for key, check in entry["checks"].items()
-        )
-        layers = f"{len(entry['layers'])} layers"
-        rows.append([name, entry["verdict"], entry["status"], figures, layers])
-    head = ["model", "verdict", "status", "measured of limit", "by layer"]
-    rest = [f"and {len(found) - most} more"] if len(found) > most else []
-    return [*table(head, rows), *rest]
+    rows = model_rows(found)
+    return [*table(MODEL_HEAD, rows[:most]), *_rest(len(rows) - most, ", none of them worse")]
 
 
 def mutation_score(found: Mapping[str, Any]) -> str:
-    """How many of all faults are found, of the runs that count; `no data` where there is none."""
+    """`150 of 201 planted faults found (74.6 %), 160 of 201 looked at. ...`; the share is of all of
+    them, in runs that count, and rounded down; `no data` where nobody looked."""
     total, looked = found["total"], found["looked"]
     if not looked:
-        rest = f": {total} planted faults, `vllmx parity mutate` looks for them" if total else ""
-        return NO_DATA + rest
-    percent = 100 * found["found"] / total
-    words = f"{found['found']} of {total} found ({percent:.1f} %)"
-    words += f", {total - looked} not looked at" if looked < total else ""
+        rest = f": 0 of {total} planted faults looked at, `vllmx parity mutate` plants them"
+        return NO_DATA + (rest if total else "")
+    percent = 1000 * found["found"] // total / 10
+    words = f"{found['found']} of {total} planted faults found ({percent:.1f} %), "
+    words += f"{looked} of {total} looked at"
     return f"{words}. Honest alternates: {adds_up(found['honest'])}."
 
 
+def missed_target(found: Mapping[str, Any]) -> str:
+    """That too few planted faults are found; empty where enough are, or none are planted."""
+    if found["reached"]:
+        return ""
+    wanted = f"{100 * found['wanted']:.0f} %"
+    return f"Missed target: {wanted} of the planted faults have to be found, {found['found']} are."
+
+
 def _mutation(found: Mapping[str, Any], most: int) -> list[str]:
-    rows = [[name, adds_up(counts)] for name, counts in found["categories"].items()]
-    lines = [mutation_score(found), "", *(table(["category", "faults"], rows) if rows else [])]
-    return lines + [f"- not found: {words}" for words in found["missed"][:most]]
+    missed = [f"**{words}**"] if (words := missed_target(found)) else []
+    categories = (f"{name} {adds_up(counts)}" for name, counts in found["categories"].items())
+    parts = [f"By category: {'; '.join(categories)}."] if found["categories"] else []
+    lines = [mutation_score(found), *missed, *parts]
+    lines += [f"- not found: {words}" for words in found["missed"][:most]]
+    return lines + _rest(len(found["missed"]) - most)
 
 
 def _goldens(found: Mapping[str, Any]) -> list[str]:
@@ -198,11 +229,12 @@ def lane_figures(entry: Mapping[str, Any]) -> str:
 
 
 def _lanes(found: list[dict[str, Any]], most: int) -> list[str]:
-    """The largest disagreements of ops, and all of models."""
+    """The largest disagreements of ops, and of models."""
     ops = sorted((e for e in found if "rmse" in e), key=lambda e: -e["rmse"])
-    models = [entry for entry in found if "rmse" not in entry]
-    rows = [[e["of"], e["lane"], e["cases"], lane_figures(e)] for e in [*models, *ops[:most]]]
-    rest = [f"and {len(ops) - most} more ops"] if len(ops) > most else []
+    models = sorted((e for e in found if "rmse" not in e), key=lambda e: -e["p99"])
+    shown = [*models[:most], *ops[:most]]
+    rows = [[e["of"], e["lane"], e["cases"], lane_figures(e)] for e in shown]
+    rest = [*_rest(len(models) - most, " models"), *_rest(len(ops) - most, " ops")]
     return [*table(["of", "other lane", "cases", "off by"], rows), *rest]
 
 
@@ -223,8 +255,7 @@ TREND_HEAD = ("as of", "features", "cells", "faults found", "headroom: least, me
 
 
 def _trend(points: list[dict[str, Any]], most: int) -> list[str]:
-    rest = [f"and {len(points) - most} before"] if len(points) > most else []
-    return [*table(TREND_HEAD, trend_rows(points)[:most]), *rest]
+    return [*table(TREND_HEAD, trend_rows(points)[:most]), *_rest(len(points) - most, " before")]
 
 
 def _upstream(found: Mapping[str, Any]) -> list[str]:
@@ -243,5 +274,5 @@ def _upstream(found: Mapping[str, Any]) -> list[str]:
 def _environment(found: list[dict[str, Any]], most: int) -> list[str]:
     head = list(found[0]) if found else []
     newest = sorted(found, key=lambda entry: entry["newest"], reverse=True)
-    rest = [f"and {len(found) - most} more"] if len(found) > most else []
-    return [*table(head, [entry.values() for entry in newest[:most]]), *rest]
+    rows = [entry.values() for entry in newest[:most]]
+    return [*table(head, rows), *_rest(len(found) - most)]

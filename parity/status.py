@@ -37,6 +37,8 @@ STATUSES = (
 """Best first."""
 RANK = {name: rank for rank, name in enumerate(STATUSES)} | {"STALE": 4, "UNPROVEN": 4}
 """STALE and UNPROVEN are equally far from green, so that deleting old lines gains nothing."""
+SHOWN = ("GREEN", "DRIFT", "YELLOW")
+"""Statuses of a cell that a clean run of what is here now has passed."""
 BAD = ("fail", "error")
 LOST = "lost: "
 WHOLE_KINDS = ("op", "model", "test", "upstream")
@@ -166,6 +168,9 @@ class FeatureStatus:
     reason: str
     cells: tuple[CellStatus, ...]
     watched: tuple[CellStatus, ...] = ()
+    beside: tuple[CellStatus, ...] = ()
+    """Cells that nothing asks for, of other providers, devices and modes, that evidence tells of
+    and that are not bad: they are shown and decide nothing."""
 
     @property
     def counts(self) -> Counter[str]:
@@ -196,8 +201,8 @@ class FeatureStatus:
 
     @property
     def proven(self) -> str:
-        """Time of the oldest run that its greenness rests on; empty if it isn't green."""
-        times = [c.row["ts"] for c in self.cells if c.row is not None and c.status == "GREEN"]
+        """Time of the oldest run that shows it; empty if any cell is not shown."""
+        times = [c.row["ts"] for c in self.cells if c.row is not None and c.status in SHOWN]
         return min(times, default="") if len(times) == len(self.cells) else ""
 
 
@@ -231,11 +236,15 @@ def status(
         watched = judged(feature.watched)
         probes = tuple(c for c in watched if c.cell.kind == "probe")
         extra = unasked(feature, rows)
-        others = judged(extra) + probes
-        bad = tuple(c for c in others if RANK[c.status] >= RANK["SUSPECT"])
-        gone = lost(feature, extra, rows, refusals or {}) + dropped_cases(feature, rows)
+        other = judged(extra)
+        bad = tuple(c for c in other + probes if RANK[c.status] >= RANK["SUSPECT"])
+        good = tuple(c for c in other if RANK[c.status] < RANK["SUSPECT"])
+        refused = refusals or {}
+        gone = lost(feature, extra, rows, refused) + dropped_cases(feature, rows)
         cells = judged(feature.cells) + bad + gone
-        found.append(FeatureStatus(feature, *fold(feature, cells, watched), cells, watched))
+        beside = tuple(c for c in good if c.cell.key not in refused)
+        decided = fold(feature, cells, watched)
+        found.append(FeatureStatus(feature, *decided, cells, watched, beside))
     return found
 
 

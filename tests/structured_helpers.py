@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from front_helpers import byte_level_tokenizer, vllm_config
 
-from vllmx.config import SpeculativeConfig
+from vllmx.config import SpeculativeConfig, StructuredOutputsConfig
+from vllmx.exceptions import VLLMValidationError
 from vllmx.reasoning import ReasoningParser
+from vllmx.sampling_params import SamplingParams, StructuredOutputsParams
 from vllmx.structured_output.backend_guidance import GuidanceBackend
 from vllmx.structured_output.backend_lm_format_enforcer import LMFormatEnforcerBackend
 from vllmx.structured_output.backend_outlines import OutlinesBackend
@@ -21,6 +25,7 @@ from vllmx.structured_output.backend_types import (
     StructuredOutputOptions,
 )
 from vllmx.structured_output.backend_xgrammar import XgrammarBackend
+from vllmx.structured_output.validation import validate_structured_outputs
 
 VOCAB = 416
 BACKENDS = {
@@ -73,6 +78,26 @@ def matches(grammar: StructuredOutputGrammar, text: str) -> bool:
         assert grammar.accept_tokens("r", [token])
     assert grammar.is_terminated()
     return True
+
+
+def validate(
+    params: StructuredOutputsParams, backend: str = "auto", **settings: Any
+) -> StructuredOutputsParams:
+    """A copy of `params` that names its backend."""
+    sampling = SamplingParams(structured_outputs=params)
+    config = StructuredOutputsConfig(backend=backend, **settings)
+    validate_structured_outputs(sampling, SimpleNamespace(), config, TOKENIZER)
+    assert sampling.structured_outputs is not None
+    return sampling.structured_outputs
+
+
+def refusal(params: StructuredOutputsParams | dict[str, Any], backend: str = "auto") -> str:
+    """The words by which `params`, or those of such fields, are refused."""
+    with pytest.raises(VLLMValidationError) as caught:
+        given = StructuredOutputsParams(**params) if isinstance(params, dict) else params
+        validate(given, backend)
+    assert caught.value.parameter == "structured_outputs"
+    return str(caught.value)
 
 
 THINK_END = ids("x")[0]

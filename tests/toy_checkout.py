@@ -58,6 +58,9 @@ class Toy(Listed):
             return closure.closure(["vllmx/toy.py:double"], root=self.root)
         return super().closure(cell)
 
+    def refusal(self, cell: Cell) -> str:
+        return ""
+
 
 def build(root: Path, monkeypatch) -> Path:
     """Write the checkout into `root`, everything in it green, and have the verbs read it."""

@@ -331,6 +331,11 @@ def did_you_mean(word: str, known: Any) -> str:
     """` Did you mean X?` with the nearest of `known`, or an empty string."""
     import difflib
 
+    if word.lstrip("-").replace("-", "_").startswith("guided_decoding"):
+        return (
+            " It is a field of --structured-outputs-config (structured_outputs_config) now: "
+            "backend, disable_any_whitespace or disable_additional_properties."
+        )
     names = [str(name) for name in known if name is not None]
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if not near:  # a key is often given without its node: max_num_seqs for scheduler.max_num_seqs

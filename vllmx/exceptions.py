@@ -4,6 +4,15 @@
 from typing import Any
 
 
+def shown(value: Any) -> str:
+    """`value` as text, in a message that must not fail: Python writes no integer of more than 4,300
+    digits."""
+    try:
+        return str(value)
+    except ValueError:
+        return f"{type(value).__name__} too long to be shown"
+
+
 class UserError(ValueError):
     """A mistake in a config, a file or a flag: one line on stderr and exit code 2, no traceback."""
 
@@ -42,7 +51,7 @@ class VLLMValidationError(ValueError):
     def __str__(self) -> str:
         """The message, then the parameter and the value that are known."""
         known = (("parameter", self.parameter), ("value", self.value))
-        said = ", ".join(f"{name}={value}" for name, value in known if value is not None)
+        said = ", ".join(f"{name}={shown(value)}" for name, value in known if value is not None)
         return f"{super().__str__()} ({said})" if said else super().__str__()
 
 

@@ -9,6 +9,7 @@ is made, token ids against the model's vocabulary in `verify`.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 import numbers
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllmx.exceptions import VLLMValidationError
+from vllmx.exceptions import VLLMValidationError, shown
 
 if TYPE_CHECKING:
     from vllmx.config import ModelConfig
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 _SAMPLING_EPS = 1e-5
 _MAX_TEMP = 1e-2
 _MAX_N = 16384
-_SEED_MIN, _SEED_MAX = -(2**63), 2**63 - 1
+_INT64_MIN, _INT64_MAX = -(2**63), 2**63 - 1
 
 MAX_LOGPROB_TOKEN_IDS = 128
 """Longest `SamplingParams.logprob_token_ids`: the sampler keeps rows of this width."""
@@ -62,10 +63,13 @@ _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural
 
 @dataclass
 class StructuredOutputsParams:
-    """A grammar for the output; exactly one of the constraints must be given."""
+    """A grammar for the output; exactly one of the constraints must be given.
 
-    json: str | dict[str, Any] | None = None
-    """JSON schema, as text or as an object."""
+    Raises VLLMValidationError for another number of them and for a value of another type.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    """JSON schema, as text or as what JSON makes of it."""
     regex: str | None = None
     """Regular expression for the whole output."""
     choice: list[str] | None = None
@@ -90,10 +94,28 @@ class StructuredOutputsParams:
         if count != 1:
             found = "multiple are specified" if count else "none are specified"
             verb = "can only" if count else "must"
-            raise ValueError(
+            raise VLLMValidationError(
                 f"You {verb} use one kind of structured outputs constraint "
-                f"but {found}: {self.__dict__}"
+                f"but {found}: {shown(self.__dict__)}",
+                parameter="structured_outputs",
             )
+        self._verify_types()
+
+    def _verify_types(self) -> None:
+        if isinstance(self.choice, (tuple, set, frozenset)):
+            self.choice = list(self.choice)
+        for name, (kind, what) in _CONSTRAINT_TYPES.items():
+            value = getattr(self, name)
+            if value is None and not name.startswith("disable_"):
+                continue
+            texts = value if isinstance(value, list) else [value] if isinstance(value, str) else ()
+            fits = isinstance(value, kind) and all(isinstance(text, str) for text in texts)
+            if not fits or not all(map(_is_unicode, texts)):
+                raise VLLMValidationError(
+                    f"structured_outputs.{name} must be {what}, got {shown(value)} of type "
+                    f"{_type_name(value)}.",
+                    parameter="structured_outputs",
+                )
 
     def all_constraints_none(self) -> bool:
         """Whether no constraint is left."""
@@ -106,7 +128,10 @@ class StructuredOutputsParams:
 
 @dataclass
 class RepetitionDetectionParams:
-    """When to end a request that repeats itself: `min_count` times the same n tokens in a row."""
+    """When to end a request that repeats itself: `min_count` times the same n tokens in a row.
+
+    Raises VLLMValidationError for what is no integer of 64 bits, and out of range.
+    """
 
     max_pattern_size: int = 0
     """Longest pattern looked for, in tokens; 0 turns the detection off."""
@@ -116,21 +141,47 @@ class RepetitionDetectionParams:
     """Repetitions that end the request, at least 2."""
 
     def __post_init__(self) -> None:
+        for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+            value = getattr(self, name)
+            number = _as_int64(value)
+            if number is None:
+                raise VLLMValidationError(
+                    f"repetition_detection.{name} must be an integer that fits in 64 bits, got "
+                    f"{shown(value)} of type {_type_name(value)}.",
+                    parameter="repetition_detection",
+                )
+            setattr(self, name, number)
         if not 0 <= self.min_pattern_size <= self.max_pattern_size:
-            raise ValueError(
+            raise VLLMValidationError(
                 "max_pattern_size, min_pattern_size must be >=0, "
                 "with min_pattern_size <= max_pattern_size. "
-                "Set both to 0 to disable repetitive pattern detection."
+                "Set both to 0 to disable repetitive pattern detection.",
+                parameter="repetition_detection",
             )
         if self.max_pattern_size > 0 and self.min_count < 2:
-            raise ValueError(
+            raise VLLMValidationError(
                 "min_count must be >= 2 to detect repetitive patterns "
                 "in engine output. If you do not wish to detect repetitive "
-                "patterns, set max_pattern_size to 0."
+                "patterns, set max_pattern_size to 0.",
+                parameter="repetition_detection",
             )
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
+class _SayWhatItIsCalledNow(type(msgspec.Struct)):  # type: ignore[misc]
+    """msgspec names an argument that is unknown, and no other."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if "guided_decoding" in kwargs:
+            raise TypeError(
+                f"{cls.__name__}() has no argument guided_decoding any more: give "
+                "structured_outputs=StructuredOutputsParams(...), of the same fields."
+            )
+        return super().__call__(*args, **kwargs)
+
+
+class SamplingParams(
+    msgspec.Struct, omit_defaults=True, dict=True, metaclass=_SayWhatItIsCalledNow
+):
     """Sampling parameters of one request; names and meaning follow OpenAI's completion API.
 
     Raises ValueError (VLLMValidationError where a client may need the parameter's name) for a
@@ -282,15 +333,12 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
 
     def __post_init__(self) -> None:
         self._verify_types()
-        if self.seed == -1:
-            self.seed = None
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+        if self.seed is not None:
+            self._require_int("seed")
+            self.seed = None if self.seed == -1 else self.seed
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(_default(self.stop, ()))
         self.stop_token_ids = list(_default(self.stop_token_ids, ()))
         self.bad_words = list(_default(self.bad_words, ()))
-        if self.logprobs is True:
-            self.logprobs = 1
-        if self.prompt_logprobs is True:
-            self.prompt_logprobs = 1
 
         self._verify_args()
 
@@ -330,9 +378,26 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 self._require(fits, name, problem)
         for name in _FLAGS:
             value = getattr(self, name)
-            # Numbers and None have a truth of their own; texts and lists are no flags.
             problem = f"must be true or false, not {_type_name(value)}"
-            self._require(hasattr(value, "__bool__"), name, problem)
+            self._require(_has_truth(value), name, problem)
+            if value is not None or name != "skip_reading_prefix_cache":
+                setattr(self, name, bool(value))
+        self._verify_extra_args()
+
+    def _verify_extra_args(self) -> None:
+        """What JSON may hold must reach the engine's process; objects are a plugin's affair."""
+        if self.extra_args is None:
+            return
+        self.extra_args = dict(self.extra_args)
+        try:
+            sent = msgspec.msgpack.encode(self.extra_args, enc_hook=lambda _: None)
+            msgspec.msgpack.decode(sent, type=dict[str, Any])
+        except (ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+            raise VLLMValidationError(
+                f"extra_args (`vllm_xargs` over HTTP) cannot be sent to the engine: {error}. They "
+                "map names to values of JSON, integers within 64 bits.",
+                parameter="extra_args",
+            ) from None
 
     def _verify_args(self) -> None:
         self._verify_numbers()
@@ -348,14 +413,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self._require(self.n >= 1, "n", "must be at least 1")
         if self.n > _MAX_N:
             raise VLLMValidationError(
-                f"n must be at most {_MAX_N}, got {self.n}. Send several requests for more.",
+                f"n must be at most {_MAX_N}, got {shown(self.n)}. Send several requests for more.",
                 parameter="n",
                 value=self.n,
             )
+        self.n = int(self.n)
         for name in ("presence_penalty", "frequency_penalty"):
             self._require(-2.0 <= getattr(self, name) <= 2.0, name, "must be in [-2, 2]")
         for name in ("repetition_penalty", "temperature"):
-            self._require(math.isfinite(getattr(self, name)), name, "must be a finite number")
+            self._require(_is_finite(getattr(self, name)), name, "must be a finite number")
         self._require(
             self.repetition_penalty > 0.0, "repetition_penalty", "must be greater than zero"
         )
@@ -365,11 +431,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         if not isinstance(self.top_k, int):
             raise TypeError(f"top_k must be an integer, got {type(self.top_k).__name__}")
         self._require(self.top_k >= -1, "top_k", "must be 0 (disable), or at least 1")
+        self._require_int("top_k")
         self._require(0.0 <= self.min_p <= 1.0, "min_p", "must be in [0, 1]")
+        for name in _NUMBERS:
+            setattr(self, name, float(getattr(self, name)))
         if self.seed is not None:
-            self._require_int("seed")
             self._require(
-                _SEED_MIN <= self.seed <= _SEED_MAX - (self.n - 1), "seed", "must fit in 64 bits"
+                _INT64_MIN <= self.seed <= _INT64_MAX - (self.n - 1), "seed", "must fit in 64 bits"
             )
         self.thinking_token_budget = validate_thinking_token_budget(self.thinking_token_budget)
 
@@ -385,6 +453,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 "min_tokens",
                 f"must be less than or equal to max_tokens={self.max_tokens}",
             )
+        for name in ("routed_experts_prompt_start", "output_text_buffer_length"):
+            self._require_int(name)
+            self._require(getattr(self, name) >= 0, name, "must be greater than or equal to 0")
+        if self._eos_token_id is not None:
+            self._require_int("_eos_token_id")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._require_int(name)
@@ -394,19 +467,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         assert isinstance(self.stop, list) and self.bad_words is not None
         for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             token_ids = getattr(self, name)
-            if token_ids is not None and not all(isinstance(i, int) for i in token_ids):
-                raise VLLMValidationError(
-                    f"{name} must contain only integers, got {token_ids}.",
-                    parameter=name,
-                    value=token_ids,
-                )
+            if token_ids is not None:
+                self._require(_holds_ints(token_ids), name, "must contain only integers")
+                setattr(self, name, list(map(int, token_ids)))
         for name in ("stop", "bad_words"):
-            if not all(isinstance(text, str) for text in getattr(self, name)):
-                raise VLLMValidationError(
-                    f"{name} must contain only strings, got {getattr(self, name)}.",
-                    parameter=name,
-                    value=getattr(self, name),
-                )
+            texts = getattr(self, name)
+            self._require(
+                all(isinstance(text, str) for text in texts), name, "must contain only strings"
+            )
+            self._require(all(map(_is_unicode, texts)), name, "must contain only valid Unicode")
+            setattr(self, name, list(map(str, texts)))
         if not all(self.stop):
             raise VLLMValidationError(
                 "stop cannot contain an empty string.", parameter="stop", value=self.stop
@@ -424,31 +494,46 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
                 parameter="bad_words",
                 value=self.bad_words,
             )
-        for token_id, bias in (self.logit_bias or {}).items():
-            if not isinstance(token_id, int) or not _is_number(bias) or bias == math.inf:
-                raise VLLMValidationError(
-                    f"logit_bias must map token ids to numbers, got {token_id!r}: {bias!r}.",
-                    parameter="logit_bias",
-                    value=token_id,
-                )
+        if self.logit_bias is not None:
+            for token_id, bias in self.logit_bias.items():
+                fits = _is_number(bias) and (bias == -math.inf or _is_finite(bias))
+                if not isinstance(token_id, int) or not fits:
+                    raise VLLMValidationError(
+                        f"logit_bias must map token ids to numbers, got {_shown_repr(token_id)}: "
+                        f"{_shown_repr(bias)}.",
+                        parameter="logit_bias",
+                        value=token_id,
+                    )
+            self.logit_bias = {int(i): float(bias) for i, bias in self.logit_bias.items()}
+        banned = self._bad_words_token_ids
+        fits = banned is None or (
+            isinstance(banned, list)
+            and all(isinstance(word, list) and word and _holds_ints(word) for word in banned)
+        )
+        self._require(fits, "_bad_words_token_ids", "must be a list of lists of token ids")
+        fits = isinstance(self._all_stop_token_ids, set) and _holds_ints(self._all_stop_token_ids)
+        self._require(fits, "_all_stop_token_ids", "must be a set of token ids")
 
     def _require(self, holds: bool, name: str, problem: str) -> None:
         if not holds:
             value = getattr(self, name)
             raise VLLMValidationError(
-                f"{name} {problem}, got {value}.", parameter=name, value=value
+                f"{name} {problem}, got {shown(value)}.", parameter=name, value=value
             )
 
     def _require_int(self, name: str) -> None:
         value = getattr(self, name)
-        if type(value) is int:
-            return
-        try:
-            setattr(self, name, operator.index(value))
-        except TypeError:
-            raise VLLMValidationError(
-                f"{name} must be an integer, got {value!r}.", parameter=name, value=value
-            ) from None
+        if type(value) is not int:
+            try:
+                value = operator.index(value)
+            except TypeError:
+                raise VLLMValidationError(
+                    f"{name} must be an integer, got {_shown_repr(value)}.",
+                    parameter=name,
+                    value=value,
+                ) from None
+            setattr(self, name, value)
+        self._require(_INT64_MIN <= value <= _INT64_MAX, name, "must fit in 64 bits")
 
     def _verify_greedy_sampling(self) -> None:
         self._require(self.n == 1, "n", "must be 1 when using greedy sampling")
@@ -581,6 +666,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         self._validate_logprobs(model_config.max_logprobs, vocab_size)
         self._check_in_vocab("logit_bias", self.logit_bias or (), vocab_size)
         self._check_in_vocab("stop_token_ids", self.stop_token_ids or (), vocab_size)
+        # Whoever copies parameters may have set these, too.
+        self._check_in_vocab("_all_stop_token_ids", self._all_stop_token_ids, vocab_size)
+        banned = itertools.chain.from_iterable(self._bad_words_token_ids or ())
+        self._check_in_vocab("_bad_words_token_ids", banned, vocab_size)
         self._validate_allowed_token_ids(tokenizer, vocab_size)
         if speculative_config is not None and (self.min_p > _SAMPLING_EPS or self.logit_bias):
             raise ValueError(
@@ -644,7 +733,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True):
         invalid = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
         if invalid:
             raise VLLMValidationError(
-                f"token_id(s) {invalid} in {name} contain out-of-vocab token ids. "
+                f"token_id(s) {shown(invalid)} in {name} contain out-of-vocab token ids. "
                 f"Vocabulary size: {vocab_size}",
                 parameter=name,
                 value=invalid,
@@ -675,19 +764,49 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True, dict=True):
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise VLLMValidationError(
-                    f"{name} must be an integer of at least 1, got {value!r}.",
-                    parameter=name,
-                    value=value,
-                )
-        penalty = self.length_penalty
-        if not (isinstance(penalty, numbers.Real) and math.isfinite(penalty)):
+            fits = not isinstance(value, bool) and isinstance(value, int)
+            self._require(fits and value >= 1, name, "must be an integer of at least 1")
+            self._require(value <= _INT64_MAX, name, "must fit in 64 bits")
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            self._require(_has_truth(getattr(self, name)), name, "must be true or false")
+            setattr(self, name, bool(getattr(self, name)))
+        for name in ("temperature", "length_penalty"):
+            value = getattr(self, name)
+            fits = isinstance(value, numbers.Real) and _is_finite(value)
+            self._require(fits, name, "must be a finite number")
+            setattr(self, name, float(value))
+        self._require(0.0 <= self.temperature <= 2.0, "temperature", "must be in [0, 2]")
+        asked = self.structured_outputs
+        fits = asked is None or isinstance(asked, StructuredOutputsParams)
+        self._require(fits, "structured_outputs", "must be of type StructuredOutputsParams")
+
+    def _require(self, holds: bool, name: str, problem: str) -> None:
+        if not holds:
+            value = getattr(self, name)
             raise VLLMValidationError(
-                f"length_penalty must be a finite number, got {penalty!r}.",
-                parameter="length_penalty",
-                value=penalty,
+                f"{name} {problem}, got {_shown_repr(value)}.", parameter=name, value=value
             )
+
+    def verify(self, model_config: ModelConfig, parameter: str = "beam_width") -> None:
+        """Check the width against the engine's limit of log-probabilities, of which a step asks for
+        two a beam. Raises VLLMValidationError; `parameter` is what the caller calls the width.
+        """
+        vocab_size, limit = model_config.get_vocab_size(), model_config.max_logprobs
+        limit = vocab_size if limit == -1 else min(limit, vocab_size)
+        wanted = 2 * self.beam_width
+        if wanted <= limit:
+            return
+        cures = [f"ask for {parameter}={limit // 2} at most"] if limit > 1 else []
+        if wanted <= vocab_size:
+            cures.append(f"start the engine with max_logprobs={wanted} (--max-logprobs {wanted})")
+        cure = ", or ".join(cures) or "there is no beam search with this model"
+        of = "max_logprobs" if limit < vocab_size else "the size of the vocabulary"
+        raise VLLMValidationError(
+            f"{parameter}={self.beam_width} is too wide for this engine: a beam search looks at "
+            f"two candidates a beam, {wanted} in all, and the limit is {limit} ({of}): {cure}.",
+            parameter=parameter,
+            value=self.beam_width,
+        )
 
 
 # What `_verify_types` looks at; integers have checks of their own.
@@ -704,8 +823,23 @@ _KINDS: dict[str, type] = {
     "repetition_detection": RepetitionDetectionParams,
 }
 
+_CONSTRAINT_TYPES: dict[str, tuple[Any, str]] = {
+    "json": (
+        (str, dict, bool),
+        "a JSON schema, as text of valid Unicode or as what JSON makes of it",
+    ),
+    "regex": (str, "text of valid Unicode"),
+    "choice": (list, "a list of strings of valid Unicode"),
+    "grammar": (str, "text of valid Unicode"),
+    "json_object": (bool, "true or false"),
+    "disable_any_whitespace": (bool, "true or false"),
+    "disable_additional_properties": (bool, "true or false"),
+    "whitespace_pattern": (str, "text of valid Unicode"),
+    "structural_tag": (str, "text of valid Unicode"),
+}
+
 _FLAGS = (
-    *("ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens"),
+    *("ignore_eos", "flat_logprobs", "detokenize", "skip_special_tokens", "skip_clone"),
     *("spaces_between_special_tokens", "include_stop_str_in_output", "skip_reading_prefix_cache"),
 )
 
@@ -746,9 +880,9 @@ def validate_thinking_token_budget(value: Any) -> int | None:
             parameter="thinking_token_budget",
             value=value,
         )
-    if value > _SEED_MAX:
+    if value > _INT64_MAX:
         raise VLLMValidationError(
-            f"`thinking_token_budget` must fit in 64 bits, got {value}; -1 is unlimited.",
+            f"`thinking_token_budget` must fit in 64 bits, got {shown(value)}; -1 is unlimited.",
             parameter="thinking_token_budget",
             value=value,
         )
@@ -768,7 +902,47 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not math.isnan(value)
+    return isinstance(value, (int, float)) and value == value  # NaN is not
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a number is finite, and not beyond every float."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _as_int64(value: Any) -> int | None:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        return None
+    return number if _INT64_MIN <= number <= _INT64_MAX else None
+
+
+def _holds_ints(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, int) for value in values)
+
+
+def _has_truth(value: Any) -> bool:
+    """Numbers and None have a truth of their own; texts, lists and arrays are no flags."""
+    return hasattr(value, "__bool__") and getattr(value, "shape", ()) == ()
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown_repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:
+        return shown(value)
 
 
 def _parse_logit_bias(logit_bias: Any) -> Any:

@@ -162,8 +162,8 @@ def _settings(data: Any) -> dict[str, dict[str, Any]]:
 
 def _patience(data: Any) -> dict[str, float]:
     for file, factor in data.items():
-        if not isinstance(factor, (int, float)) or factor < 1:
-            raise MapError(f"patience.{file}: give a factor of at least 1")
+        if not isinstance(factor, (int, float)) or not factor > 0:
+            raise MapError(f"patience.{file}: give a factor above 0")
     return data
 
 

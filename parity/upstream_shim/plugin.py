@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import re
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -38,12 +39,16 @@ def pytest_configure(config: pytest.Config) -> None:
     adapters.current_platform.passes_for_cuda = UPSTREAM.runs_as_cuda(file)
     engines.SETTINGS.update(UPSTREAM.settings_for(file))
     logging.getLogger("vllmx").setLevel(logging.INFO)  # as upstream's is
-    asyncio.sleep = partial(_longer_sleep, asyncio.sleep, UPSTREAM.patience.get(file, 1.0))
+    factor = UPSTREAM.patience.get(file, 1.0)
+    asyncio.sleep = partial(_scaled_sleep, asyncio.sleep, factor)
+    if factor != 1.0:
+        real = time.sleep
+        time.sleep = lambda delay: real(delay * factor)
     for mark in MARKS:
         config.addinivalue_line("markers", f"{mark}: of upstream")
 
 
-async def _longer_sleep(sleep: Any, factor: float, delay: float, result: Any = None) -> Any:
+async def _scaled_sleep(sleep: Any, factor: float, delay: float, result: Any = None) -> Any:
     return await sleep(delay * factor, result)
 
 

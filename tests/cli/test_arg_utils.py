@@ -64,6 +64,7 @@ def test_every_engine_flag_is_an_argument() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
+        ({"guided_decoding_backend": "x"}, TypeError, "field of --structured-outputs-config"),
         ({"max_modl_len": 1}, TypeError, "'max_modl_len'. Did you mean max_model_len?"),
         ({"port": 8000}, TypeError, "unexpected keyword argument 'port'"),
         ({"temperature": 0}, TypeError, "unexpected keyword argument 'temperature'"),

@@ -165,6 +165,8 @@ def test_sweep_over_one_path_with_a_comma(tmp_path: Path) -> None:
 
 MISTAKES = [
     (["generat"], "Did you mean generate?"),
+    (["serve", "--guided-decoding-backend", "xgrammar"], "--structured-outputs-config"),
+    (["serve", "--guided-decoding-disable-fallback"], "--structured-outputs-config"),
     (["generate", "--max-num-sek", "3"], "Did you mean --max-num-seqs?"),
     (["generate", "--enable-prefix-cachin"], "Did you mean --enable-prefix-caching?"),
     (["generate", "max_num_seqs=3"], "Did you mean scheduler.max_num_seqs?"),

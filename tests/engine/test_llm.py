@@ -128,6 +128,32 @@ def test_stop_over_tokens_gives_the_same_text_streamed_or_not(build, kind):
     assert ("".join(texts) if kind == RequestOutputKind.DELTA else texts[-1]) == "one "
 
 
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ({"max_tokens": 2}, "length"),
+        ({}, "stop"),
+        ({"stop_token_ids": [GARBAGE]}, "stop"),
+        ({"stop": ["ZZZZZZZZ", "ga"]}, "stop"),
+    ],
+    ids=str,
+)
+def test_what_was_held_back_for_a_stop_string_comes_however_the_answer_ends(
+    build, kind, end, reason
+):
+    last = GARBAGE if "stop_token_ids" in end or "stop" in end else EOS
+    llm = build(5, 6, last)  # "one ", "two"
+    params = SamplingParams(**{"stop": ["ZZZZZZZZ"], "output_kind": kind, **end})
+    llm.llm_engine.add_request("x", [A], params)
+    answers = []
+    while llm.llm_engine.has_unfinished_requests():
+        answers += [output.outputs[0] for output in llm.llm_engine.step()]
+    texts = [each.text for each in answers]
+    assert ("".join(texts) if kind == RequestOutputKind.DELTA else texts[-1]) == "one two"
+    assert answers[-1].finish_reason == reason
+
+
 def test_id_without_a_token_decodes_to_nothing(build):
     completion = answer(build(HI, 900, HI), max_tokens=3)
     assert completion.text == "HiHi"

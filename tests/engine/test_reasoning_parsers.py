@@ -71,7 +71,9 @@ def streamed(name: str, kwargs: dict, text: str, pieces: int) -> tuple[str | Non
     parser, parts = make(name, kwargs), {"reasoning": [], "content": []}
     before_text, before = "", []
     for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
-        delta_text, delta = TOKENIZER.decode(ids[start:end]), ids[start:end]
+        # Characters come whole, with their last token.
+        text_so_far = TOKENIZER.decode(ids[:end]).rstrip("\ufffd")
+        delta_text, delta = text_so_far[len(before_text) :], ids[start:end]
         message = parser.extract_reasoning_streaming(
             *(before_text, before_text + delta_text, delta_text, before, before + delta, delta)
         )
@@ -96,7 +98,33 @@ def test_an_answer_is_taken_apart(name: str, kwargs: dict, text: str, want: tupl
         assert tuple(part and part.strip("\n") for part in got) == stripped, (pieces, got)
 
 
-REPEATED = ["a{e}b{e}c", "a{e}{e}b", "{s}a{e}b{e}c{e}", "{s}{s}a{e}b", "{e}a{e}b"]
+@pytest.mark.parametrize(
+    ("text", "want"),
+    [
+        ("r</think>c", ("r", "c")),
+        ("<think>r</think>c", ("r", "c")),
+        ("r", ("r", None)),
+        ("<think>r", ("r", None)),
+        ("<think></think>c", (None, "c")),
+        ("</think>c", (None, "c")),
+        ("<think>r</think>", ("r", None)),
+        ("<think>é🔥</think>🔥é", ("é🔥", "🔥é")),
+        ("", (None, None)),
+    ],
+)
+@pytest.mark.parametrize("name", [name for name in TOKENS if name != "step3"])
+def test_a_tag_may_stand_in_the_prompt_or_the_answer_and_parts_may_be_empty(
+    name: str, text: str, want: tuple
+) -> None:
+    whole = make(name, THINKS).extract_reasoning(text, REQUEST)
+    assert tuple(part or None for part in whole) == want
+    count = len(TOKENIZER.encode(text, add_special_tokens=False))
+    for pieces in range(1, count + 1):
+        assert streamed(name, THINKS, text, pieces) == want, pieces
+
+
+REPEATED = ["{s}é🔥{e}🔥b", "🔥{e}{e}é"]
+REPEATED += ["a{e}b{e}c", "a{e}{e}b", "{s}a{e}b{e}c{e}", "{s}{s}a{e}b", "{e}a{e}b"]
 
 
 @pytest.mark.parametrize("kwargs", [THINKS, SILENT, {}], ids=["thinks", "silent", "untold"])

@@ -4,15 +4,19 @@
 import math
 import subprocess
 import sys
+from fractions import Fraction
 from inspect import signature
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
+import numpy as np
 import pytest
 from front_helpers import piece_tokenizer
 
+from vllmx.engine.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllmx.exceptions import VLLMValidationError
 from vllmx.sampling_params import (
     MAX_LOGPROB_TOKEN_IDS,
+    BeamSearchParams,
     RepetitionDetectionParams,
     RequestOutputKind,
     SamplingParams,
@@ -89,23 +93,94 @@ def test_value_out_of_range_is_refused_with_its_name(name, value, message):
     assert f" (parameter={name}, value=" in str(caught.value)
 
 
-WRONG_TYPES = [None, "1", "", b"1", 1.5, [], [1], [None], {}, {1: 2}, object(), 1j, NAN, dict]
+ENDLESS = 10**5000  # more digits than Python writes
+ODD = [
+    None,
+    True,
+    0,
+    1,
+    -1,
+    2**40,
+    2**63 - 1,
+    2**63,
+    -(2**70),
+    10**400,
+    ENDLESS,
+    1.5,
+    NAN,
+    INF,
+    -INF,
+]
+ODD += ["1", "", "\ud800", b"1", [], [1], [True], [None], [2**70], [ENDLESS], ["\ud800"], [[1]]]
+ODD += [(1,), {1}, range(3), {}, {1: 2}, {True: True}, {1: 10**400}, {1: -(10**400)}, {1: ENDLESS}]
+ODD += [{"a": 2**70}, {"a": ["\ud800"]}, {"a": {"b": ENDLESS}}, MappingProxyType({1: 1.0})]
+ODD += [object(), 1j, dict, Fraction(1, 2), Fraction(10**400), np.int64(1), np.ones(2)]
+
+
+def through(params):
+    """What arrives in the engine's process."""
+    return MsgpackDecoder(type(params)).decode(MsgpackEncoder().encode(params))
 
 
 @pytest.mark.parametrize("make", [SamplingParams, SamplingParams.from_optional])
-@pytest.mark.parametrize("value", WRONG_TYPES, ids=lambda v: repr(v).split(" at 0x")[0])
-def test_value_of_any_type_is_taken_or_refused_with_its_name(make, value):
-    """Whatever the parameter: no AttributeError from inside, and no other parameter's name."""
-    names = [name for name in signature(make).parameters if not name.startswith("_")]
+@pytest.mark.parametrize("value", ODD, ids=lambda v: type(v).__name__)
+def test_value_of_any_kind_is_refused_with_its_name_or_reaches_the_engine(make, value):
+    """Whatever the parameter, private ones among them: nothing fails inside, no other parameter is
+    named, and what is taken arrives in another process as it was."""
+    names = list(signature(make).parameters)
     assert {"temperature", "stop", "logit_bias", "output_kind", "seed"} <= set(names)
     for name in names:
         try:
-            make(**{name: value})
+            params = make(**{name: value})
+            params.verify(model(), None, None, None)
         except VLLMValidationError as error:
             assert error.parameter == name
             assert name in str(error)
         except TypeError as error:
             assert (name, str(error)[:26]) == ("top_k", "top_k must be an integer, ")
+        else:
+            assert through(params) == params
+
+
+PARTS = [
+    (RepetitionDetectionParams, {"max_pattern_size": 3, "min_count": 3}, "repetition_detection"),
+    (StructuredOutputsParams, {}, "structured_outputs"),
+    (BeamSearchParams, {"beam_width": 2, "max_tokens": 2}, None),
+]
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize(("make", "sane", "named"), PARTS, ids=lambda v: getattr(v, "__name__", ""))
+def test_fields_of_what_parameters_hold_are_refused_in_the_same_way(make, sane, named, value):
+    for name in signature(make).parameters:
+        given = {**sane, name: value}
+        if make is StructuredOutputsParams and name in ("whitespace_pattern", *FLAGS):
+            given["regex"] = "a"
+        try:
+            params = make(**given)
+        except VLLMValidationError as error:
+            assert error.parameter == (named or name)
+            assert name in str(error)
+            continue
+        # A schema becomes text before it is sent, whatever numbers it holds.
+        if not (name == "json" and isinstance(value, dict)):
+            assert through(params) == params
+
+
+FLAGS = ("disable_any_whitespace", "disable_additional_properties")
+
+
+@pytest.mark.parametrize("name", ["_bad_words_token_ids", "_all_stop_token_ids"])
+def test_private_token_ids_outside_the_vocabulary_are_refused(name):
+    value = {10**9} if name == "_all_stop_token_ids" else [[3, 10**9]]
+    with pytest.raises(VLLMValidationError, match=f"1000000000.*{name}") as caught:
+        verify(SamplingParams(**{name: value}))
+    assert caught.value.parameter == name
+
+
+def test_the_older_name_of_structured_outputs_is_answered_with_the_new_one():
+    with pytest.raises(TypeError, match="structured_outputs=StructuredOutputsParams"):
+        SamplingParams(guided_decoding=None)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +204,6 @@ def test_value_of_another_type_is_refused_with_its_name(name, value, message):
 
 
 def test_numbers_of_numpy_are_taken():
-    import numpy as np
-
     params = SamplingParams(temperature=np.float32(0.5), top_p=np.float64(0.5), seed=np.int64(3))
     assert (params.temperature, params.top_p, params.seed) == (0.5, 0.5, 3)
 
@@ -182,8 +255,6 @@ def test_inputs_are_normalised():
 
 
 def test_integers_of_other_libraries_are_taken():
-    import numpy as np
-
     assert type(SamplingParams(max_tokens=np.int64(5)).max_tokens) is int
 
 
@@ -258,6 +329,29 @@ def test_logprobs_are_bounded_by_the_vocabulary(name):
     assert caught.value.parameter == name
     verify(SamplingParams(**{name: 50}), vocab_size=50, max_logprobs=100)
     verify(SamplingParams(**{name: -1}), vocab_size=50, max_logprobs=100)
+
+
+@pytest.mark.parametrize(
+    ("limits", "widest", "words"),
+    [
+        ({"max_logprobs": 20}, 10, r"the limit is 20 \(max_logprobs\).*=10 at most.*_logprobs=22"),
+        ({"max_logprobs": 21}, 10, r"the limit is 21 .*=10 at most, or start.*_logprobs=22"),
+        ({"max_logprobs": 1}, 0, r"the limit is 1 \(max_logprobs\): start .*max_logprobs=2 "),
+        ({"max_logprobs": -1, "vocab_size": 8}, 4, r"the limit is 8 \(the size .*=4 at most\."),
+        ({"max_logprobs": 50, "vocab_size": 8}, 4, r"the limit is 8 \(the size of the vocabulary"),
+        ({"max_logprobs": -1, "vocab_size": 1}, 0, "there is no beam search with this model"),
+    ],
+    ids=str,
+)
+def test_beams_too_many_are_told_by_their_own_name(limits, widest, words):
+    for name in ("beam_width", "n"):
+        with pytest.raises(VLLMValidationError, match=words) as caught:
+            BeamSearchParams(beam_width=widest + 1, max_tokens=1).verify(model(**limits), name)
+        assert caught.value.parameter == name and caught.value.value == widest + 1
+        assert f"{name}={widest + 1} is too wide" in str(caught.value)
+        assert "sample logprobs" not in str(caught.value)
+    if widest:
+        BeamSearchParams(beam_width=widest, max_tokens=1).verify(model(**limits))
 
 
 def test_logprob_token_ids_are_bounded_and_agree_with_logprobs():

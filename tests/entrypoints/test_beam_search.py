@@ -166,6 +166,36 @@ def test_scores_of_any_penalty_are_numbers() -> None:
     assert get_beam_search_score(tokens, -2.0, None, -1e6) == -math.inf
 
 
+def advanced(**settings) -> BeamSearchInstance:
+    """One beam and four candidates: an end token, and words ever less likely."""
+    search = make(ignore_eos=True, **settings.pop("params", {}))
+    for name, value in settings.items():
+        setattr(search, name, value)
+    found = {END: -1.02, 1: -1.0, 2: -1.01, 3: -5.0}
+    position = {token: Logprob(value) for token, value in reversed(found.items())}
+    answer = CompletionOutput(0, "", [1], None, [position])
+    search.advance([RequestOutput("r", None, [1, 2], None, [answer], True)])
+    return search
+
+
+def last_tokens(beams) -> list[int]:
+    return [beam.tokens[-1] for beam in beams]
+
+
+@pytest.mark.parametrize("length_penalty", [5000.0, -5000.0])
+def test_where_a_penalty_makes_all_scores_one_the_likelier_beam_is_kept(length_penalty) -> None:
+    for online in (False, True):
+        search = advanced(params={"length_penalty": length_penalty}, prune_by_logprob=online)
+        assert last_tokens(search.beams) == last_tokens(search.best()) == [1, 2]
+
+
+def test_a_server_keeps_the_likeliest_candidates_and_llm_those_of_the_best_score() -> None:
+    """As upstream's online.py and offline.py: an end token that is no end counts as no length."""
+    assert last_tokens(advanced(params={"length_penalty": -1.0}).beams) == [END, 1]
+    online = advanced(params={"length_penalty": -1.0}, prune_by_logprob=True)
+    assert last_tokens(online.beams) == [1, 2]
+
+
 def test_steps_ask_for_twice_as_many_candidates_as_beams() -> None:
     params = step_params(BeamSearchParams(beam_width=3, max_tokens=9))
     assert (params.logprobs, params.max_tokens, params.temperature) == (6, 1, 0.0)
@@ -177,6 +207,11 @@ def test_steps_ask_for_twice_as_many_candidates_as_beams() -> None:
         ({"beam_width": 0}, "beam_width must be an integer of at least 1, got 0"),
         ({"beam_width": True}, "beam_width"),
         ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, got 0"),
+        ({"beam_width": 2**63}, "beam_width must fit in 64 bits"),
+        ({"ignore_eos": "x"}, "ignore_eos must be true or false, got 'x'"),
+        ({"temperature": "a"}, "temperature must be a finite number, got 'a'"),
+        ({"temperature": 3}, r"temperature must be in \[0, 2\], got 3.0"),
+        ({"length_penalty": 10**400}, "length_penalty must be a finite number"),
         ({"length_penalty": math.nan}, "length_penalty must be a finite number, got nan"),
     ],
 )

@@ -5,10 +5,12 @@ import datetime as dt
 import json
 
 import pytest
-from toy_checkout import CASES, build, forget, golden_bytes, show, write
+from toy_checkout import CASES, FACTS, build, forget, golden_bytes, show, write
 
-from parity import evidence, explain, golden, ledger, plan, report
-from parity.checkout import Checkout
+from parity import comparison, evidence, explain, golden, ledger, plan, report
+from parity.checkout import ROOT, Checkout
+from parity.collect import canary_row
+from parity.features import CANARY
 from vllmx.config import RunConfig
 from vllmx.exceptions import UserError
 
@@ -225,6 +227,66 @@ def test_a_canary_that_is_found_no_more_makes_everything_invalid(root, dirty, ca
         assert ("the canary is" in capsys.readouterr().err) == (code == 2)
 
 
+def _edit_limits(root):
+    path = root / "parity" / "policy.yaml"
+    path.write_text(path.read_text().replace("pointwise: {rmse: 2", "pointwise: {rmse: 3"))
+
+
+@pytest.mark.parametrize(
+    ("plant", "part"),
+    [
+        (lambda root: write(root, "parity/compare.py", "def row():\n    return 1\n"), "compare.py"),
+        (lambda root: write(root, "parity/op_replay.py", "LANE = 1\n"), "op_replay.py"),
+        (lambda root: write(root, "parity/floor_cap.py", "CAP = 1\n"), "floor_cap.py"),
+        (lambda root: write(root, "parity/truths.py", "contradiction = 1\n"), "truths.py:contra"),
+        (lambda root: write(root, "parity/calibrate.py", "class Floors: ...\n"), "calibrate.py:F"),
+        (_edit_limits, "policy.yaml"),
+    ],
+)
+def test_a_canary_that_was_found_by_another_comparison_makes_everything_invalid(
+    root, plant, part, capsys
+):
+    """What it shows is that faults are found, and by that comparison alone."""
+    words = "the canary was last looked at with another comparison (parity/" + part
+    plant(root)
+    assert call(ledger) == call(ledger, check=True) == call(report) == 2
+    assert words in capsys.readouterr().err
+    here = Checkout(root)
+    (cell,) = here.by_id[CANARY].cells
+    again = canary_row(here, cell, dict(FACTS))
+    append_later(root, {k: v for k, v in again.items() if k != "id"})
+    assert call(ledger) == call(report) == 0
+    assert "INVALID" not in capsys.readouterr().err
+
+
+def test_a_comment_in_the_comparison_calls_for_no_other_look(root):
+    write(root, "parity/compare.py", "LIMIT = 1\n")
+    before = comparison.sums(root)
+    write(root, "parity/compare.py", '"""Words."""\n\nLIMIT = 1  # more\n')
+    assert comparison.changed(before, root) == []
+    write(root, "parity/compare.py", "LIMIT = 2\n")
+    assert comparison.changed(before, root) == ["parity/compare.py"]
+
+
+def test_every_part_of_the_comparison_is_there():
+    assert all(comparison.sums(ROOT).values())
+
+
+def append_later(root, fields):
+    """Append a row that is newer than all."""
+    row = evidence.make_row(**{**fields, "ts": "2099-01-01T00:00:00Z"})
+    evidence.append([row], root / "parity" / "evidence")
+
+
+def test_a_canary_whose_row_says_nothing_of_its_comparison_is_looked_at_again(root, capsys):
+    rows = evidence.load(root / "parity" / "evidence")
+    (old,) = [row for row in rows if row["feature"] == CANARY]
+    plain = {k: v for k, v in old.items() if k not in ("id", "details")}
+    append_later(root, plain)
+    assert call(ledger) == 2
+    assert "another comparison (parity/calibrate.py:Floors, " in capsys.readouterr().err
+
+
 def test_changed_evidence_is_refused(root):
     (path,) = (root / "parity" / "evidence").glob("*.jsonl")
     path.write_text(path.read_text().replace('"pass"', '"fail"', 1))
@@ -304,7 +366,8 @@ def test_totals_add_up(root):
     assert sum(n for area in data["areas"].values() for n in area.values()) == len(rows)
     assert sum(data["cells"].values()) == sum(sum(row["cells"].values()) for row in rows)
     assert data["evidence"]["rows"] == sum(data["evidence"]["verdicts"].values())
-    for row in rows:
+    lines = (root / "reports" / "ledger.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
         assert len(row["evidence"]) <= sum(row["cells"].values())
 
 

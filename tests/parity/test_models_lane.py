@@ -168,8 +168,8 @@ def test_replay_is_green_in_every_mode_and_red_with_a_layer_off_by_a_hundredth()
         holder = model_of(llm).model.layers[2].mlp.down_proj
         original = holder.forward
         holder.forward = lambda x: original(x) * 1.01
-        assert failed(want, floor, scored(llm, want, one_by_one=False))
-        assert failed(want, floor, decoded(llm, want, TINY.prompts(), TINY.max_tokens))
+        assert failed(want, floor, scored(llm, want, one_by_one=False).ours)
+        assert failed(want, floor, decoded(llm, want, TINY.prompts(), TINY.max_tokens).ours)
     finally:
         llm.shutdown()
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planted faults: where they are, what counts as found, and that the tree stays as it was."""
 
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from parity import mutant_detectors, mutate
+from parity import evidence, model_table, mutant_detectors, mutate, op_table
 from parity.mutate import Copy, Mutant, catalogue, dead_anchors, judge
+from vllmx.config import RunConfig
 from vllmx.exceptions import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +126,18 @@ def test_each_detector_s_judges_are_known() -> None:
             assert (ROOT / fault.by.split("::")[0]).is_file(), fault.name
 
 
+def test_what_a_replay_is_asked_to_look_at_is_there() -> None:
+    """Else its row is invalid, and the fault neither found nor missed."""
+    for fault in catalogue():
+        if not fault.by.startswith("replay "):
+            continue
+        select, provider = (word.partition("=")[2] for word in fault.command()[4:6])
+        if select.startswith("model."):
+            assert [*model_table.expected(select, provider)], fault.name
+        else:
+            assert any(f"{e.feature}/".startswith(select) for e in op_table.OPS.values()), fault
+
+
 def test_a_moved_or_doubled_anchor_is_dead(tmp_path: Path) -> None:
     (tmp_path / "f.py").write_text("a a")
     assert dead_anchors([mutant()], tmp_path) == ["x: 2 times in f.py"]
@@ -155,5 +169,112 @@ def test_the_fault_is_planted_in_a_copy_and_taken_out_again(tmp_path: Path) -> N
 
 def test_the_scheduler_s_detector_finds_a_planted_fault() -> None:
     chosen = [m for m in catalogue() if m.name == "queue-last-come-first"]
-    (row,) = mutate.mutate(chosen)
+    (row,) = mutate.mutate(chosen, {m.name: mutate.closure_of(m) for m in chosen})
     assert row["verdict"] == "pass" and row["proof"]["exit_code"] != 0
+
+
+CLOSURE = {"fine": "f", "coarse": "f"}
+
+
+def shown(name: str, ts: str = "2026-01-01T00:00:00Z", **facts: object) -> evidence.Row:
+    """A row that tells of the mutant `name`."""
+    fields = {"feature": f"mutant.{name}", "case": "tests/x.py", "provider": "vllmx"}
+    fields |= {"device": {"name": "cpu"}, "mode": "planted", "golden_sha": "", "closure": CLOSURE}
+    fields |= {"oracle": {}, "verdict": "pass", "checks": {}, "proof": {}, "run": {}}
+    return evidence.make_row(**(fields | {"ts": ts} | facts))
+
+
+def test_what_was_never_shown_comes_first_then_what_is_stale_and_of_two_the_older() -> None:
+    names = ("new", "old", "invalid", "stale", "never", "dirty", "by")
+    rows = [
+        shown("new", "2026-01-09T00:00:00Z"),
+        shown("new"),
+        shown("old", "2026-01-08T00:00:00Z"),
+        shown("invalid", "2026-01-07T00:00:00Z", verdict="invalid", reason="red before"),
+        shown("stale", "2026-01-05T00:00:00Z", closure={"fine": "g", "coarse": "g"}),
+        shown("dirty", "2026-01-09T00:00:00Z", run={"dirty": True}),
+        shown("by", "2026-01-06T00:00:00Z", case="tests/y.py"),
+    ]
+    known = dict.fromkeys(names, CLOSURE)
+    ordered = mutate.stalest_first([mutant(name=name) for name in names], known, rows)
+    wanted = ["never", "dirty", "stale", "by", "invalid", "old", "new"]
+    assert [m.name for m in ordered] == wanted
+
+
+@pytest.mark.parametrize("every", [0.0, 1e9])
+def test_a_run_that_is_stopped_keeps_what_it_has_shown(monkeypatch, tmp_path, every) -> None:
+    monkeypatch.setattr(mutate, "KEPT_EVERY", every)
+    before_the_third = []
+
+    def rows():
+        yield shown("a")
+        yield shown("b")
+        before_the_third.extend(evidence.load(tmp_path))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mutate.keep(rows(), tmp_path)
+    assert {row["feature"] for row in evidence.load(tmp_path)} == {"mutant.a", "mutant.b"}
+    assert len(before_the_third) == (2 if every == 0 else 0)
+
+
+def test_a_detector_that_the_time_box_ends_has_found_nothing(monkeypatch, tmp_path) -> None:
+    """It is ended by force, as a fault that hangs is; that one counts as found."""
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(mutate.sys, "executable", str(slow))
+    copy = Copy(tmp_path / "copy")
+    copy.deadline = time.monotonic() + 0.2
+    for _ in range(2):
+        with pytest.raises(mutate.OutOfTime):
+            copy.run(mutant())
+    copy.deadline = time.monotonic() + 60
+    monkeypatch.setattr(mutate, "SECONDS", 0.1)
+    assert copy.run(mutant())[0] == 124
+
+
+def chosen_run(monkeypatch, tmp_path, capsys, rows, mutants, **options) -> tuple[int, str]:
+    """(exit code, what it prints) of the verb, whose detectors tell `rows`."""
+    monkeypatch.setattr(mutate, "catalogue", lambda: mutants)
+    monkeypatch.setattr(mutate, "mutate", lambda chosen, known, deadline: iter(rows))
+    config = RunConfig()
+    config.parity.output_dir = str(tmp_path)
+    for name, value in options.items():
+        setattr(config.parity, name, value)
+    return mutate.run(config), capsys.readouterr().out
+
+
+def test_what_time_leaves_undone_is_missing_and_told(monkeypatch, tmp_path, capsys) -> None:
+    real = [m for m in catalogue() if not m.honest][:3]
+    code, words = chosen_run(monkeypatch, tmp_path, capsys, [shown(real[0].name)], real)
+    assert code == 2 and "1 of 3 mutants looked at: 1 of 1 faults found" in words
+    everything = [shown(m.name) for m in real]
+    code, words = chosen_run(monkeypatch, tmp_path, capsys, everything, real)
+    assert code == 0 and "3 of 3 mutants looked at" in words
+    missed = [shown(real[0].name, verdict="fail", reason="not found"), *everything[1:]]
+    assert chosen_run(monkeypatch, tmp_path, capsys, missed, real)[0] == 1
+
+
+def test_the_verb_stops_when_its_time_is_over(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr(mutate, "Copy", lambda folder: Copy.__new__(Copy))
+    config = RunConfig()
+    config.parity.output_dir, config.parity.minutes = str(tmp_path), 1e-9
+    config.parity.select = "norm-eps-outside"
+    assert mutate.run(config) == 2
+    words = capsys.readouterr().out
+    assert "1 mutants are missing: time ran out after 1e-09 minutes" in words
+    assert "0 of 1 mutants looked at" in words
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_anchor_that_is_gone_does_not_keep_the_others_from_being_looked_at(
+    monkeypatch, tmp_path, capsys
+) -> None:
+    good = next(m for m in catalogue() if not m.honest)
+    both = [good, mutant(name="gone", file="gone.py")]
+    code, words = chosen_run(monkeypatch, tmp_path, capsys, [shown(good.name)], both)
+    assert code == 2
+    assert "can't be planted: gone: 0 times in gone.py" in words and "1 of 2 mutants" in words
+    code, words = chosen_run(monkeypatch, tmp_path, capsys, [], both, check=True)
+    assert code == 2 and "2 mutants, 1 can't be planted" in words

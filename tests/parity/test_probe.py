@@ -11,6 +11,7 @@ from parity import probe
 from parity.dtypes import array
 from parity.op_cells import expected, implementation
 from parity.probe import PROBES, judge, rows_of
+from vllmx.cli import main
 from vllmx.config import RunConfig
 
 FACTS = {"git": "", "dirty": True}
@@ -125,3 +126,10 @@ def test_a_gpu_that_is_there_is_probed_and_one_that_is_not_blocks(monkeypatch, t
     config.device.device = "cuda"
     assert probe.run(config) == (2 if there else 3)
     assert asked == (["cuda", "cuda"] if there else ["cpu"])
+
+
+def test_a_probe_out_of_time_is_not_success(tmp_path, capsys):
+    words = ["parity", "probe", "op.embedding/", "provider=torch", "device=cpu"]
+    assert main([*words, "--output-dir", str(tmp_path), "minutes=0.000000001"]) == 2
+    assert "cells are missing: time ran out after 1e-09 minutes" in capsys.readouterr().out
+    assert not [*tmp_path.iterdir()]

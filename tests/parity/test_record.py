@@ -11,9 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from parity import budget, calibrate, golden, op_replay, oracle_process, policy, record
+from parity import (
+    budget,
+    calibrate,
+    golden,
+    model_golden,
+    model_table,
+    op_replay,
+    oracle_process,
+    policy,
+    record,
+)
 from parity.op_cells import OpCell
 from parity.op_table import OPS
+from vllmx.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 ORACLES = sorted((ROOT / "oracles").glob("*.py"))
@@ -189,6 +200,58 @@ def test_floors_are_of_one_golden_and_follow_it(fake, tmp_path):
     (tmp_path / name).unlink()
     calibrate.write({}, tmp_path)
     assert name not in calibrate.Floors(tmp_path).entries
+
+
+def test_floors_are_checked_without_a_byte_being_written(fake, tmp_path, capsys):
+    assert record.record("rms_norm/plain", folder=tmp_path) == 0
+    fake.setattr(calibrate, "FOLDER", tmp_path)
+    config = RunConfig()
+    config.parity.select, config.parity.check = "rms_norm/plain", True
+    assert calibrate.run(config) == 0 and "floors measured, 0 changed" in capsys.readouterr().out
+    path = tmp_path / calibrate.FLOORS
+    for wide in (
+        path.read_text().replace('"lanes":{}', '"lanes":{"x":{"out":{"rmse":0.5}}}', 1),
+        path.read_text().replace('"floors":{', '"floors":{"gone/x":{"lanes":{}},', 1),
+    ):
+        path.write_text(wide)
+        before = contents(tmp_path)
+        assert calibrate.run(config) == 1
+        assert "floors measured, 1 changed" in capsys.readouterr().out
+        assert contents(tmp_path) == before
+        config.parity.check = False
+        assert calibrate.run(config) == 0 and contents(tmp_path) != before
+        config.parity.check = True
+        assert calibrate.run(config) == 0
+
+
+def test_models_are_checked_until_time_is_over_each_night_others(monkeypatch, tmp_path, capsys):
+    """As many nights as there are groups come by every model."""
+    names = [entry.name for entry in model_table.chosen("tiny-")]
+    asked = []
+
+    def ask(entries):
+        asked.append([entry.name for entry in entries])
+        return [(entry, {entry.lanes[0]: b"golden"}) for entry in entries]
+
+    monkeypatch.setattr(model_golden, "record", ask)
+    monkeypatch.setattr(record.time, "monotonic", lambda: 10.0 * len(asked))
+    seen = []
+    groups = -(-len(names) // record.TOGETHER)
+    for day in range(groups):
+        asked.clear()
+        assert record.record_models("tiny-", True, tmp_path, deadline=15.0, day=day) == 1
+        assert [len(part) <= record.TOGETHER for part in asked] == [True, True]
+        left = len(names) - sum(map(len, asked))
+        assert f"{left} models are missing: time ran out" in capsys.readouterr().out
+        seen += asked[0]
+    assert seen == names and [*tmp_path.iterdir()] == []
+    for entry in model_table.chosen("tiny-"):
+        (tmp_path / entry.golden(entry.lanes[0])).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / entry.golden(entry.lanes[0])).write_bytes(b"golden")
+    asked.clear()
+    assert record.record_models("tiny-", True, tmp_path) == 0 and len(asked) == groups
+    asked.clear()
+    assert record.record_models("tiny-", True, tmp_path, deadline=15.0) == 2
 
 
 # -------------------------------------------------------------------------------- the oracles

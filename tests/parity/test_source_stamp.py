@@ -7,6 +7,7 @@ import subprocess
 import pytest
 
 from parity import evidence, source_stamp
+from parity.checkout import ROOT
 from parity.source_stamp import STAMP
 
 
@@ -62,6 +63,33 @@ def test_a_changed_copy_is_dirty(copy, change) -> None:
         (folder / name).write_text("changed")
     assert source_stamp.read(folder) == source_stamp.Stamped(commit, (name,))
     assert evidence.run_facts(folder)["dirty"]
+
+
+@pytest.mark.parametrize("stamped", [True, False])
+def test_values_of_this_machine_alone_make_a_tree_dirty(copy, stamped) -> None:
+    """They are in no commit and git ignores them, but every command is composed with them."""
+    folder, _ = copy
+    if not stamped:
+        (folder / STAMP).unlink()
+        (folder / ".gitignore").write_text("conf/local/\n")
+        run(folder, "init", "-q")
+        run(folder, "add", "-A")
+        run(folder, "-c", "user.name=a", "-c", "user.email=a@example.com", "commit", "-qm", "one")
+    assert not evidence.run_facts(folder)["dirty"]
+    own = folder / evidence.OWN_VALUES
+    own.parent.mkdir(exist_ok=True)
+    if not stamped:
+        own.write_text("# parity: {provider: torch}\n\n")
+        assert not evidence.run_facts(folder)["dirty"], "it says nothing"
+    own.write_text("parity: {provider: cpu}\n")
+    assert evidence.run_facts(folder)["dirty"]
+
+
+def test_the_file_of_own_values_is_the_one_that_is_composed() -> None:
+    """Else its values would count for nothing."""
+    text = (ROOT / "conf" / "config.yaml").read_text()
+    own = evidence.OWN_VALUES.removeprefix("conf/").removesuffix(".yaml").split("/")
+    assert f"- optional {': '.join(own)} #" in text and text.count("optional") == 1
 
 
 @pytest.mark.parametrize("text", ["", "abc\n", "abc\nx\n", "abc\n4\ntree"])

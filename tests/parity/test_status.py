@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parity import libraries
 from parity.evidence import make_row
-from parity.status import RANK, STATUSES, Cell, Feature, Golden, Policy, status
+from parity.status import RANK, SHOWN, STATUSES, Cell, Feature, Golden, Policy, status
 
 NOW = dt.datetime(2026, 6, 30, tzinfo=dt.UTC)
 CODE = {"fine": "f1", "coarse": "c1"}
@@ -120,6 +120,14 @@ def test_one_failure_on_a_device_that_may_err_is_suspect_and_two_are_red():
     assert judged([first, row(day=30, cell=gpu)], (gpu,)).status == "SUSPECT"
 
 
+@pytest.mark.parametrize("details", [{}, {"drift": "row"}, {"fallback": "allclose"}])
+def test_whatever_a_clean_run_has_passed_says_when_it_was_last_shown(details):
+    found = judged([row(details=details)])
+    assert found.status in SHOWN and found.proven == "2026-06-29T00:00:00Z"
+    old = row(details=details, closure={"fine": "f0", "coarse": "c0"})
+    assert judged([old]).proven == judged([row("fail", details=details)]).proven == ""
+
+
 def test_a_later_pass_does_not_take_a_failure_back_but_a_retraction_does():
     failure = row("fail", day=20)
     assert judged([failure, row(day=21)]).status == "RED"
@@ -170,6 +178,32 @@ def test_failures_of_a_provider_that_nobody_asked_for_count_and_passes_do_not():
         rows = [row(), row(verdict, cell=other)]
         (found,) = status([feature(CELL)], GOLDENS, rows, closures, POLICY, NOW)
         assert (found.status, len(found.cells)) == (expected, cells)
+        assert [cell.status for cell in found.beside] == ["GREEN"] * (2 - cells)
+
+
+@pytest.mark.parametrize("other", ["provider", "device", "mode"])
+@pytest.mark.parametrize(
+    ("verdict", "code", "expected"),
+    [
+        ("pass", CODE, "GREEN"),
+        ("pass", {"fine": "f0", "coarse": "c0"}, "STALE"),
+        ("fail", {"fine": "f0", "coarse": "c0"}, "STALE"),
+        ("skip", CODE, "BLOCKED"),
+        ("invalid", CODE, "UNPROVEN"),
+        ("fail", CODE, "RED"),
+    ],
+)
+def test_what_nobody_asks_for_is_shown_beside_or_counts_as_bad_never_both(
+    other, verdict, code, expected
+):
+    cell = replace(CELL, **{other: "another"})
+    policy = replace(POLICY, repeatable=("cpu", "another"))
+    closures = {CELL.key: CODE, cell.key: CODE}
+    rows = [row(), row(verdict, cell=cell, closure=code)]
+    (found,) = status([feature(CELL)], GOLDENS, rows, closures, policy, NOW)
+    bad = expected == "RED"
+    assert (found.status, len(found.cells)) == (("RED", 2) if bad else ("GREEN", 1))
+    assert [c.status for c in found.beside] == ([] if bad else [expected])
 
 
 OTHER = Cell("op.x", "plain/f32", "fast", "cpu", "eager", "op", "ops/x", graded=True)
@@ -187,7 +221,7 @@ def refusing(rows, reason="takes no float16", **facts):
 def test_a_provider_that_starts_to_refuse_does_not_lose_its_cells_silently():
     shown = [row(), row(cell=OTHER, day=20)]
     found = refusing(shown)
-    assert (found.status, found.lost) == ("UNPROVEN", 1)
+    assert (found.status, found.lost, found.beside) == ("UNPROVEN", 1, ())
     assert "lost: takes no float16; it passed at 2026-06-20T00:00:00Z" in found.reason
     assert found.counts == {"GREEN": 1, "UNPROVEN": 1}
     # Of another code as well: it is not what is here that is asked for.

@@ -217,6 +217,9 @@ def test_each_kind_is_recorded_by_its_own_oracle_and_the_gravest_code_counts(mon
     asked.clear()
     assert record.run(config) == 3
     assert asked == [("record", None), ("schedule", (None, True)), ("record_text", None)]
+    config.parity.minutes = 1e-9
+    asked.clear()
+    assert record.run(config) == 2 and asked == []
 
 
 def test_an_oracle_that_is_not_here_blocks(monkeypatch, capsys):

@@ -80,7 +80,8 @@ def test_chance_is_the_same_in_every_run():
 async def test_coroutine(vllm_runner, example_prompts):
     started = time.monotonic()
     await asyncio.sleep(0.1)
-    assert time.monotonic() - started >= 0.3
+    time.sleep(0.1)
+    assert time.monotonic() - started >= 0.6
     assert vllm_runner.__name__ == "VllmRunner"
     assert [p.strip() for p in example_prompts] == ["one", "two"]
 """

@@ -138,7 +138,7 @@ def test_every_absence_and_deselection_has_a_reason(mapping: ModuleType) -> None
         ("deselect: {tests/v1/a.py: }\n", "deselect.tests/v1/a.py: a reason"),
         ("suites: v1/core\n", "suites: give a list"),
         ("as_cuda: ['']\n", "as_cuda: a reason or name is missing"),
-        ("patience: {tests/v1/a.py: 0.5}\n", "patience.tests/v1/a.py: give a factor"),
+        ("patience: {tests/v1/a.py: 0}\n", "patience.tests/v1/a.py: give a factor"),
         ("settings: {tests/v1/a.py: 3}\n", "settings.tests/v1/a.py: give engine arguments"),
     ],
 )

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each verb of `vllmx parity` is a module of parity/, its keys stand alone, and a box is a box."""
 
+import ast
 import re
 import shlex
 import sys
 import time
+from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import parity
-from parity import nightly, replay
+from parity import flags, model_table, nightly, replay
 from parity.nightly import MEANING, STEPS, Outcome, Step, gravest, run_all, run_step
 from vllmx.cli import compose_runs, main, parse
-from vllmx.config import PARITY_VERBS, RunConfig
+from vllmx.config import PARITY_VERBS, ParityConfig, RunConfig
 from vllmx.exceptions import UserError
 
 
@@ -48,6 +50,45 @@ def test_keys_may_be_written_without_their_node():
     assert options("upstream-tests", "--select", "v1/core,v1/engine").select == "v1/core,v1/engine"
 
 
+def read_of(verb):
+    """The keys of ParityConfig that the module of a verb reads."""
+    tree = ast.parse(Path(find_spec(f"parity.{verb.replace('-', '_')}").origin).read_text())
+    names = {field.name for field in fields(ParityConfig)}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            of = node.value
+            whole = isinstance(of, ast.Name) and of.id in ("options", "parity")
+            if whole or (isinstance(of, ast.Attribute) and of.attr == "parity"):
+                found.add(node.attr)
+    return found
+
+
+@pytest.mark.parametrize("verb", PARITY_VERBS)
+def test_a_verb_reads_what_it_is_said_to_and_refuses_every_other_key(verb):
+    assert read_of(verb) == flags.READS[verb]
+    default = ParityConfig()
+    other = {"tier": "T0", "minutes": 7.0, "check": True, "json": True}
+    for field in fields(ParityConfig):
+        assert field.name == "verb" or any(field.name in keys for keys in flags.READS.values())
+        if field.name in flags.READS[verb] | {"verb"}:
+            continue
+        given = ParityConfig(**{"verb": verb, field.name: other.get(field.name, "x")})
+        assert getattr(given, field.name) != getattr(default, field.name)
+        with pytest.raises(UserError, match=f"parity {verb} does not read --") as told:
+            flags.check(given)
+        having = str(told.value).rpartition(": ")[2].rstrip(".").split(", ")
+        assert having == [name for name in flags.READS if field.name in flags.READS[name]]
+
+
+def test_steps_of_the_nightly_run_set_only_what_their_verbs_read():
+    for step in (*STEPS, *nightly.ALWAYS):
+        boxed = ("minutes=1.50",) if step.arguments[0] in nightly.BOXED else ()
+        ((_, run),) = compose_runs(parse(["parity", *step.arguments, *boxed]))
+        flags.check(run.parity)
+    assert {verb for verb in flags.READS if "minutes" in flags.READS[verb]} == {*nightly.BOXED}
+
+
 @pytest.mark.parametrize("page", ["parity.md", "goldens.md"])
 def test_commands_of_the_docs_are_understood(page):
     text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
@@ -56,6 +97,7 @@ def test_commands_of_the_docs_are_understood(page):
     for command in commands:
         for _, run in compose_runs(parse(shlex.split(command))):
             assert run.parity.verb in PARITY_VERBS, command
+            flags.check(run.parity)
 
 
 def test_sweeps_run_every_combination():
@@ -81,6 +123,13 @@ def test_device_and_cache_keep_their_groups():
         (["ledger", "--tier", "T9"], "not one of T0, T1, T2, T3"),
         (["ledger", "selekt=x"], "selekt"),
         (["plan", "minutes=0"], "greater than 0"),
+        (["probe", "--check"], "probe does not read --check; the verbs that do: census, record"),
+        (["explain", "kv.specs", "--json"], "explain does not read --json; the verbs that do: "),
+        (["budget", "minutes=5"], "budget does not read --minutes; the verbs that do: record"),
+        (["upstream-tests", "from=0.25.0"], "upstream-tests does not read --from"),
+        (["ledger", "kv.", "--check"], "ledger --check does not read --select"),
+        (["census", "--json"], "census reads --json only with --to"),
+        (["record", "minutes=5"], "record reads --minutes only with --check"),
         ([], "needs a verb: one of census"),
         (["replay", "ops.rms_norm"], "begins with 'ops.rms_norm'. Did you mean op"),
         (["replay", "op.rms_norm/zzz"], "select=op.rms_norm/zzz: no case is called so"),
@@ -245,7 +294,14 @@ def test_long_steps_end_by_themselves_before_they_are_ended(monkeypatch, tmp_pat
     monkeypatch.setattr(sys, "executable", str(script))
     for step in STEPS:
         assert run_step(step, 150.0).code == 0
-        assert ("minutes=1.50" in told.read_text()) == (step.name in nightly.BOXED)
+        assert ("minutes=1.50" in told.read_text()) == (step.arguments[0] in nightly.BOXED)
+
+
+def test_goldens_of_every_kind_are_recorded_again_and_compared():
+    """One that upstream does not give any more must not stay unseen."""
+    selected = [s.arguments[2:] for s in STEPS if s.arguments[:2] == ("record", "--check")]
+    assert selected == [(), ("model.",)]
+    assert model_table.chosen("model.") == model_table.chosen(None) != []
 
 
 def test_nothing_of_a_step_outlives_its_box(monkeypatch, tmp_path):

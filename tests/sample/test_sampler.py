@@ -68,6 +68,18 @@ def test_top_k_one_at_temperature_one_takes_a_largest_logit() -> None:
     assert set(draws(SamplingParams(top_k=1), logits, 64)) == {int(logits.argmax())}
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.5])
+def test_top_k_one_takes_one_of_the_largest_logits_alone_and_beside_others(top_p: float) -> None:
+    logits = torch.full((3, VOCAB), -1.0)
+    logits[:, [7, 9]] = 1.0
+    for seed in (None, *range(100)):
+        only = SamplingParams(top_k=1, top_p=top_p, seed=seed)
+        assert Batch(only)(logits[:1]).sampled_token_ids[0] in (7, 9)
+        mixed = Batch(greedy(), only, SamplingParams(temperature=1.5, seed=seed))
+        first, second, _ = mixed(logits).sampled_token_ids.tolist()
+        assert first == 7 and second in (7, 9)
+
+
 def test_masked_greedy_row_beside_a_random_row_is_as_alone() -> None:
     logits = random_logits(2)
     allowed = greedy(allowed_token_ids=[4, 5, 6], logprobs=3)

@@ -65,6 +65,13 @@ BAD_SAMPLING: list[tuple[str, Any]] = [
     ("stream", "perhaps"),
     ("cache_salt", ""),
     ("model", 5),
+    *(
+        ("repetition_detection", {"max_pattern_size": 3, "min_count": 3, name: value})
+        for name in ("max_pattern_size", "min_pattern_size", "min_count")
+        for value in (2.5, "x", -1, 2**70, [1])
+    ),
+    ("vllm_xargs", {"a": 2**70}),
+    ("vllm_xargs", {"a": ["\ud800"]}),
 ]
 
 
@@ -80,6 +87,22 @@ def test_sampling_value_out_of_range_is_400_naming_it(
         assert "\n" not in error["message"]
     assert not engine.running
     assert post(url, path, BASE[path]).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "words"),
+    [
+        (COMPLETIONS, "logprobs", "`logprobs` must be a positive value."),
+        (COMPLETIONS, "prompt_logprobs", "`prompt_logprobs` must be a positive value or -1."),
+        (CHAT, "prompt_logprobs", "`prompt_logprobs` must be a positive value or -1."),
+        (CHAT, "top_logprobs", "`top_logprobs` must be a positive value or -1."),
+    ],
+)
+def test_negative_counts_of_logprobs_are_refused_in_upstreams_words(
+    url: str, path: str, name: str, words: str
+) -> None:
+    error = error_of(post(url, path, {**BASE[path], name: -3}), 400)
+    assert error["param"] == name and error["message"].startswith(words)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

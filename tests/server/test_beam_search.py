@@ -42,7 +42,24 @@ def test_what_beams_cannot_have_is_refused(url) -> None:
     for wrong, name in (
         ({"stream": True}, "stream"),
         ({"echo": True}, "prompt_logprobs"),
-        ({"n": 0}, "beam_width"),
+        ({"n": 0}, "n"),
+        ({"n": 11}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
     ):
         response = post(url, "/v1/completions", {**BEAMS, "prompt": "a", **wrong})
         assert error_of(response, 400)["param"] == name
+
+
+def test_beams_too_many_for_the_engine_are_told_by_the_name_that_was_sent(engine, url) -> None:
+    for path, prompt in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        body = {**prompt, "model": MODEL, "use_beam_search": True, "max_tokens": 2}
+        error = error_of(post(url, path, {**body, "n": 11}), 400)
+        assert error["param"] == "n"
+        for words in ("n=11", "the limit is 20 (max_logprobs)", "n=10 at most", "max_logprobs=22"):
+            assert words in error["message"], error
+        assert "sample logprobs" not in error["message"] and not engine.seen
+        assert post(url, path, {**body, "n": 10}).json()["choices"]
+        engine.seen.clear()

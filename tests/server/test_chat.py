@@ -187,7 +187,10 @@ def test_tools_that_may_not_be_used_are_fine(url: str) -> None:
         ({"tools": []}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"use_beam_search": True, "prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"use_beam_search": True, "n": 0}, "beam_width"),
+        ({"use_beam_search": True, "n": 0}, "n"),
+        ({"use_beam_search": True, "n": 11}, "n"),
+        ({"use_beam_search": True, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"use_beam_search": True, "max_tokens": 0}, "max_tokens"),
         (
             {"use_beam_search": True, "response_format": {"type": "json_object"}},
             "structured_outputs",

@@ -3,17 +3,25 @@
 
 from __future__ import annotations
 
+from dataclasses import fields as fields_of
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from server.helpers import error_of, get, post, strict_json
 
+from vllmx.entrypoints.openai.protocol_chat import ChatCompletionRequest
+from vllmx.entrypoints.openai.protocol_completion import CompletionRequest
+from vllmx.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BASE = {COMPLETIONS: {"prompt": "ab"}, CHAT: {"messages": [{"role": "user", "content": "hi"}]}}
+EXTREME = [2**63, 2**64, 2**70, -(2**70), 10**400, "\ud800"]
 JSON_VALUES = st.recursive(
     st.none()
     | st.booleans()
+    | st.sampled_from(EXTREME)
     | st.integers(-300, 300)
     | st.integers()
     | st.floats()
@@ -23,16 +31,13 @@ JSON_VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-FIELDS = (
-    *("prompt", "messages", "model", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p"),
-    *("stop", "stop_token_ids", "logit_bias", "seed", "stream", "stream_options", "suffix"),
-    *("tools", "tool_choice", "bad_words", "response_format", "allowed_token_ids", "min_tokens"),
-    *("truncate_prompt_tokens", "priority", "chat_template_kwargs", "documents", "user"),
-    *("continue_final_message", "vllm_xargs", "cache_salt", "ignore_eos", "request_id"),
-)
 # The worker of the real engine has no log-probabilities to give.
-LOGPROB_FIELDS = ("logprobs", "top_logprobs", "prompt_logprobs", "echo")
+LOGPROB_FIELDS = ("logprobs", "top_logprobs", "prompt_logprobs", "echo", "use_beam_search")
+ALL_FIELDS = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields}
+FIELDS = tuple(sorted(ALL_FIELDS.difference(LOGPROB_FIELDS)))
 
+CONSTRAINTS = [field.name for field in fields_of(StructuredOutputsParams) if field.init]
+DETECTION = [field.name for field in fields_of(RepetitionDetectionParams)]
 TOKENS = st.lists(st.integers(-5, 300), max_size=4)
 TEXTS = st.lists(st.text(max_size=4), max_size=3)
 LIKELY = {
@@ -46,6 +51,9 @@ LIKELY = {
     "n": st.integers(-1, 4),
     "temperature": st.floats(-0.5, 3),
     "stream": st.booleans(),
+    "structured_outputs": st.dictionaries(st.sampled_from(CONSTRAINTS), JSON_VALUES, max_size=3),
+    "repetition_detection": st.dictionaries(st.sampled_from(DETECTION), JSON_VALUES, max_size=3),
+    "vllm_xargs": st.dictionaries(st.text(max_size=3), JSON_VALUES, max_size=3),
 }
 
 
@@ -84,6 +92,39 @@ PATHS = st.sampled_from([COMPLETIONS, CHAT])
 @given(path=PATHS, fields=bodies(FIELDS + LOGPROB_FIELDS))
 def test_no_body_makes_the_server_fail(url: str, path: str, fields: dict[str, Any]) -> None:
     check(url, path, fields)
+
+
+ODD: list[Any] = [None, True, False, 0, 1, -1, 2.5, *EXTREME, -1e300, "", "x", "no", [], {}]
+ODD += [[1], [2**70], ["\ud800"], [[None]], {"a": 2**70}, {"a": "\ud800"}, {"1": 10**400}]
+ODD += [{"type": "json_object"}, {"type": "integer", "maximum": 2**70}]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
+def test_every_field_takes_or_refuses_every_kind_of_value(
+    letters_url: str, path: str, value: Any
+) -> None:
+    """Inner fields of structured outputs and of repetition detection among them: all that the
+    engine is sent."""
+    for name in FIELDS:
+        check(letters_url, path, {name: value})
+    for name in CONSTRAINTS:
+        given = {"json": {"type": "object"}} if "_" in name and name[0] in "dw" else {}
+        check(letters_url, path, {"structured_outputs": {**given, name: value}})
+    schema = {"name": "x", "schema": value}
+    check(letters_url, path, {"response_format": {"type": "json_schema", "json_schema": schema}})
+    for name in DETECTION:
+        sane = {"max_pattern_size": 2, "min_count": 2}
+        check(letters_url, path, {"repetition_detection": {**sane, name: value}})
+    for name in ("vllm_xargs", "chat_template_kwargs"):
+        check(letters_url, path, {name: {"a": value}})
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: type(value).__name__)
+def test_every_field_of_a_beam_search_does(url: str, value: Any) -> None:
+    for path in (COMPLETIONS, CHAT):
+        for name in sorted(ALL_FIELDS):
+            check(url, path, {"use_beam_search": True, name: value})
 
 
 @FUZZ

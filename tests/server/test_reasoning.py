@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server.helpers import MODEL, client, engine_over, post, running_server
+from server.helpers import (
+    MODEL,
+    EngineDouble,
+    client,
+    engine_over,
+    events,
+    post,
+    running_server,
+)
 
 from vllmx.config import ServerConfig
 from vllmx.entrypoints.openai.api_server import build_app
@@ -64,6 +72,45 @@ def test_whole_and_streamed(reasoning_url: str, max_tokens, reasoning, content, 
     for index in range(2):
         got = tuple(said.get((index, name)) or None for name in ("reasoning", "content"))
         assert got == wanted
+
+
+@pytest.mark.parametrize("stop", [["never there"], ["dq", "de"], ["y"]], ids=str)
+def test_a_stream_with_stop_strings_says_the_same(reasoning_url: str, stop) -> None:
+    api = client(reasoning_url)
+    asked = {"model": MODEL, "messages": MESSAGES, "max_tokens": 12, "stop": stop}
+    (plain,) = api.chat.completions.create(**asked).choices
+    said, end = {"reasoning": "", "content": ""}, None
+    for chunk in api.chat.completions.create(stream=True, **asked):
+        for choice in chunk.choices:
+            for name, text in choice.delta.model_dump(exclude_unset=True).items():
+                if name in said:
+                    said[name] += text or ""
+            end = choice.finish_reason or end
+    assert said["reasoning"] == (plain.message.reasoning or "")
+    assert said["content"] == (plain.message.content or "")
+    assert end == plain.finish_reason == ("length" if stop == ["never there"] else "stop")
+
+
+def test_logprobs_of_a_stream_are_those_of_the_whole_answer(model_folder: Path) -> None:
+    ReasoningParserManager.register_module("few_letters", module=Letters)
+    engine = EngineDouble(model_folder, "vwhyzabso")
+    engine.vllm_config.structured_outputs_config.reasoning_parser = "few_letters"
+    body = {"messages": MESSAGES, "max_tokens": 9, "logprobs": True, "top_logprobs": 2}
+    try:
+        with running_server(build_app(engine, engine.vllm_config, ServerConfig())) as url:
+            plain = post(url, CHATS, body).json()["choices"][0]
+            chunks = events(post(url, CHATS, {**body, "stream": True}))
+    finally:
+        del ReasoningParserManager.reasoning_parsers["few_letters"]
+    assert (plain["message"]["reasoning"], plain["message"]["content"]) == ("hy", "so")
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for name in ("reasoning", "content"):
+        joined = "".join(choice["delta"].get(name) or "" for choice in choices)
+        assert joined == plain["message"][name]
+    held = [choice["logprobs"]["content"] for choice in choices if choice.get("logprobs")]
+    tokens = [entry["token"] for entries in held for entry in entries]
+    assert tokens == [entry["token"] for entry in plain["logprobs"]["content"]]
+    assert "".join(tokens) == "vwhyzabso"
 
 
 def test_an_echo_stands_before_the_content(reasoning_url: str) -> None:

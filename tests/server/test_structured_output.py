@@ -71,6 +71,38 @@ def test_every_constraint_is_taken_by_both_routes(letters_url: str, path: str) -
     assert tagged.status_code == 200 and strict_json(tagged.text)["choices"]
 
 
+UNIQUE = {"type": "array", "uniqueItems": True}
+IN_TAGS = {
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<f"],
+        "tags": [
+            {"begin": "<f>", "content": {"type": "json_schema", "json_schema": UNIQUE}, "end": "."}
+        ],
+    }
+}
+IN_STRUCTURES = {**TAG, "structures": [{"begin": "<f>", "schema": UNIQUE, "end": "</f>"}]}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+@pytest.mark.parametrize("tag", [IN_TAGS, IN_STRUCTURES], ids=["format", "structures"])
+def test_what_a_tag_would_drop_answers_400_with_its_name(
+    letters_url: str, path: str, tag: dict[str, Any]
+) -> None:
+    for asked in (
+        {"response_format": {"type": "structural_tag", **tag}},
+        {"structured_outputs": {"structural_tag": json.dumps(tag)}},
+    ):
+        error = error_of(ask(letters_url, path, **asked), 400)
+        assert error["param"] == "structured_outputs" and "uniqueItems" in error["message"]
+
+
+def test_null_in_a_tag_stays(letters_url: str) -> None:
+    content = {"type": "json_schema", "json_schema": {"const": None}}
+    form = {"type": "structural_tag", "format": content}
+    assert text_of(ask(letters_url, COMPLETIONS, response_format=form)) == "null"
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
 @pytest.mark.parametrize(
     ("old", "new"),
@@ -80,6 +112,8 @@ def test_every_constraint_is_taken_by_both_routes(letters_url: str, path: str) -
         ("guided_choice", "choice"),
         ("guided_grammar", "grammar"),
         ("guided_whitespace_pattern", "whitespace_pattern"),
+        ("guided_decoding_disable_any_whitespace", "disable_any_whitespace"),
+        ("guided_decoding_disable_additional_properties", "disable_additional_properties"),
     ],
 )
 def test_older_names_are_refused_with_the_new_one(
@@ -87,6 +121,15 @@ def test_older_names_are_refused_with_the_new_one(
 ) -> None:
     error = error_of(ask(letters_url, path, **{old: "a"}), 400)
     assert error["param"] == old and f"`structured_outputs` with `{new}`" in error["message"]
+
+
+@pytest.mark.parametrize("name", ["guided_decoding_disable_fallback", "guided_x"])
+def test_no_field_that_begins_like_an_older_name_is_passed_over(
+    letters_url: str, name: str
+) -> None:
+    for path in (COMPLETIONS, CHATS):
+        error = error_of(ask(letters_url, path, **{name: False}), 400)
+        assert error["param"] == name and "`structured_outputs`" in error["message"]
 
 
 def test_a_backend_is_no_affair_of_a_request(letters_url: str) -> None:
@@ -136,6 +179,18 @@ def test_a_backend_is_no_affair_of_a_request(letters_url: str) -> None:
         ({"structured_outputs": {"json_object": False}}, "structured_outputs", "must be True"),
         ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "cannot be enforced"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "strings"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs", "must be a list"),
+        ({"structured_outputs": {"json_object": "x"}}, "structured_outputs", "json_object must be"),
+        (
+            {"structured_outputs": {"json": {}, "whitespace_pattern": ["a"]}},
+            "structured_outputs",
+            "whitespace_pattern must be text",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": "zz"}},
+            "structured_outputs",
+            "disable_any_whitespace must be true or false",
+        ),
     ],
     ids=str,
 )
@@ -162,3 +217,11 @@ def test_what_cannot_be_compiled_answers_400_with_the_reason(
     assert (error["code"], error["param"]) == (400, "structured_outputs")
     assert "no answer can be written" in error["message"]
     assert text_of(ask(letters_url, path, structured_outputs={"choice": ["a"]})) == "a"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_any_schema_is_answered_whatever_it_holds(letters_url: str, path: str) -> None:
+    """Numbers of more than 64 bits, and the schema that is no object."""
+    for schema in ({"type": "integer", "minimum": 0, "maximum": 2**70}, True, "true"):
+        answer = ask(letters_url, path, structured_outputs={"json": schema})
+        assert answer.status_code == 200, answer.text

@@ -15,8 +15,11 @@ from structured_helpers import (
     compiled,
     ids,
     matches,
+    validate,
 )
 
+from vllmx.exceptions import VLLMValidationError
+from vllmx.sampling_params import StructuredOutputsParams
 from vllmx.structured_output.schema_features import (
     ENFORCER,
     OUTLINES,
@@ -207,3 +210,27 @@ def test_what_a_schema_lets_through_is_valid(name: str) -> None:
             if matches(compiled(name, Kind.JSON, json.dumps(schema)), json.dumps(value)):
                 assert validator.is_valid(value), (schema, value)
     assert enforced >= {"xgrammar": 10, "guidance": 17}.get(name, 4)
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "refused"),
+    [
+        ({"type": "object", "required": ["a"]}, '{"a": 1}', "{}"),
+        ({"type": "object", "minProperties": 1}, '{"a": 1}', "{}"),
+        ({"type": "array", "minItems": 1}, "[1]", "[]"),
+        ({"type": "object"}, '{"a": [1]}', "[]"),
+        ({}, '{"a": [null]}', '{"a"}'),
+        (True, "[1, {}]", "[1"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["auto", "xgrammar", "guidance", "lm-format-enforcer"])
+def test_a_shape_that_is_not_described_is_not_empty(name: str, schema, taken, refused) -> None:
+    try:
+        chosen = validate(StructuredOutputsParams(json=json.dumps(schema)), name)
+    except VLLMValidationError:
+        assert name != "auto"
+        return
+    spec = str(chosen.json)
+    assert matches(compiled(str(chosen._backend), Kind.JSON, spec), taken)
+    assert not matches(compiled(str(chosen._backend), Kind.JSON, spec), refused)

@@ -146,12 +146,29 @@ def test_grammars_hold_through_chunks_preemption_and_beside_free_requests(
     assert (noted["cached"] == 0) == (happens == "uncached")
 
 
-def test_an_answer_ends_with_its_grammar_whatever_else_the_request_says(monkeypatch) -> None:
-    llm = engine(monkeypatch)
-    for more in ({"ignore_eos": True}, {"min_tokens": 50}):
-        answer = generate(llm, constrained("choice", **more))[0]
-        assert answer.text in KINDS["choice"][0] and answer.finish_reason == "stop"
-        assert answer.token_ids[-1] == END
+SHORT = {
+    "choice": (["yes", "no"], ("yes", "no")),
+    "regex": ("[0-9]{5}", tuple(f"{number:05}" for number in range(10**5))),
+    "json": ({"type": "boolean"}, ("true", "false")),
+}
+
+
+@pytest.mark.parametrize("backend", SCHEMAS)
+@pytest.mark.parametrize("kind", SHORT)
+def test_an_answer_ends_with_its_grammar_whatever_else_the_request_says(
+    monkeypatch, backend: str, kind: str
+) -> None:
+    llm = engine(monkeypatch, structured_outputs__backend=backend)
+    given, language = SHORT[kind]
+    free = SamplingParams(max_tokens=20, ignore_eos=True)
+    for more in ({}, {"ignore_eos": True}, {"min_tokens": 10}, {"min_tokens": 50, "n": 2}):
+        constraint = StructuredOutputsParams(**{kind: given})
+        params = SamplingParams(structured_outputs=constraint, **{"max_tokens": 50, **more})
+        tied, beside = llm.generate(["hello", "world"], [params, free], use_tqdm=False)
+        for answer in tied.outputs:
+            assert answer.text.strip() in language and answer.finish_reason == "stop"
+            assert answer.token_ids[-1] == END
+        assert len(beside.outputs[0].token_ids) == 20
 
 
 def test_stop_strings_and_lengths_end_an_answer_before_its_grammar(monkeypatch) -> None:

@@ -9,10 +9,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from structured_helpers import Kind
+from structured_helpers import Kind, refusal, validate
 from structured_helpers import backend as backend_of
 
 from vllmx.config import StructuredOutputsConfig
+from vllmx.engine.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllmx.exceptions import UserError, VLLMValidationError
 from vllmx.sampling_params import SamplingParams, StructuredOutputsParams
 from vllmx.structured_output import utils, validation
@@ -29,20 +30,6 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 NAMES = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
 
 
-def validate(params: StructuredOutputsParams, backend: str = "auto", **settings):
-    sampling = SamplingParams(structured_outputs=params)
-    config = StructuredOutputsConfig(backend=backend, **settings)
-    validate_structured_outputs(sampling, SimpleNamespace(), config, object())
-    return sampling.structured_outputs
-
-
-def refusal(params: StructuredOutputsParams, backend: str = "auto") -> str:
-    with pytest.raises(VLLMValidationError) as caught:
-        validate(params, backend)
-    assert caught.value.parameter == "structured_outputs"
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("constraint", "backend"),
     [
@@ -50,6 +37,9 @@ def refusal(params: StructuredOutputsParams, backend: str = "auto") -> str:
         ({"json": json.dumps(OBJECT)}, "xgrammar"),
         ({"json_object": True}, "xgrammar"),
         ({"regex": "[0-9]+"}, "xgrammar"),
+        ({"regex": "^a$|^b$"}, "xgrammar"),
+        ({"regex": r"\Aab\z"}, "guidance"),
+        ({"json": {"type": "string", "pattern": r"\Aab\z"}}, "guidance"),
         ({"choice": ["a", "b"]}, "xgrammar"),
         ({"grammar": 'root ::= "a"'}, "xgrammar"),
         ({"grammar": 'start: "a" | "b"'}, "xgrammar"),
@@ -106,14 +96,21 @@ def test_what_no_library_enforces_is_refused_with_its_name(keyword: str, place: 
     [
         ({"choice": []}, "cannot be an empty list"),
         ({"choice": [""]}, "strings that are not empty"),
-        ({"choice": "ab"}, "cannot be an empty list"),
+        ({"choice": "ab"}, "choice must be a list of strings"),
         ({"json": ""}, "json cannot be an empty string"),
         ({"json": "{"}, "Invalid JSON grammar specification"),
         ({"json": "3"}, "a JSON schema is an object or a boolean"),
-        ({"json": 3}, "is of type int"),
+        ({"json": 3}, "got 3 of type int"),
+        ({"json": {"a": b""}}, "json is no JSON: Object of type bytes"),
+        ({"json_object": "x"}, "json_object must be true or false, got x of type str"),
+        ({"json_object": 1}, "json_object must be true or false, got 1 of type int"),
+        ({"regex": "a", "whitespace_pattern": ["a"]}, "whitespace_pattern must be text"),
+        ({"regex": "a", "disable_any_whitespace": "zz"}, "disable_any_whitespace must be true"),
         ({"json": False}, "xgrammar: no value is valid: 'false' (at #); guidance: no value"),
         ({"regex": " "}, "regex cannot be an empty string"),
         ({"regex": "("}, "xgrammar: "),
+        ({"regex": "a^b"}, "xgrammar does not enforce an anchor ('^') behind other characters"),
+        ({"regex": r"[\q]"}, r"xgrammar does not enforce the escape '\q'"),
         ({"grammar": "  "}, "grammar cannot be an empty string"),
         ({"grammar": "root ::= other"}, "Invalid grammar specification"),
         ({"json_object": False}, "json_object must be True"),
@@ -123,7 +120,7 @@ def test_what_no_library_enforces_is_refused_with_its_name(keyword: str, place: 
     ids=str,
 )
 def test_malformed_constraints_are_refused_in_words(constraint: dict, words: str) -> None:
-    message = refusal(StructuredOutputsParams(**constraint))
+    message = refusal(constraint)
     assert words in message and "\n;" not in message and ".cc:" not in message
 
 
@@ -142,7 +139,11 @@ def test_two_libraries_have_no_grammars_and_no_compact_json(backend: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"(a)\1", "(?=a)b", r"\ba", "^a", "(^a|b)", "(?:a*|^b)", "a(?!b)"]
+    "pattern",
+    [
+        *(r"(a)\1", "(?=a)b", r"\ba", "^a", "(^a|b)", "(?:a*|^b)", "a(?!b)"),
+        *("a^b", "a$b", "(a$|b)c", r"ab\Z", "a(^|b)"),
+    ],
 )
 def test_outlines_refuses_patterns_that_need_more_than_an_automaton(pattern: str) -> None:
     assert refusal(StructuredOutputsParams(regex=pattern), "outlines")
@@ -336,6 +337,47 @@ def test_nonsense_is_refused_or_taken_and_never_raises_anything_else(seed: int) 
             validate(StructuredOutputsParams(**{name: value}), rng.choice(["auto", *NAMES]))
         except VLLMValidationError as error:
             assert str(error)
+
+
+EXTREME = (2**63, 2**70, -(2**70), 10**400, 1e308, 0, True, None)
+KEYWORDS = ("maximum", "minimum", "maxLength", "minItems", "enum", "const", "title", "x-note")
+
+
+@pytest.mark.parametrize("backend", ["auto", *NAMES])
+def test_a_schema_that_is_taken_reaches_the_engine_whatever_numbers_it_holds(backend: str) -> None:
+    taken = 0
+    schemas: list = [
+        {
+            "type": "integer" if name.endswith("imum") else "string",
+            name: [value] if name == "enum" else value,
+        }
+        for name in KEYWORDS
+        for value in EXTREME
+    ]
+    for schema in (*schemas, True, OBJECT, json.dumps(OBJECT)):
+        try:
+            chosen = validate(StructuredOutputsParams(json=schema), backend)
+        except VLLMValidationError as error:
+            assert error.parameter == "structured_outputs"
+            continue
+        taken += 1
+        sent = MsgpackEncoder().encode(chosen)
+        arrived = MsgpackDecoder(StructuredOutputsParams).decode(sent)
+        assert arrived.json == chosen.json and isinstance(arrived.json, str)
+    assert taken > 10
+
+
+def test_what_cannot_even_be_written_is_refused_in_words() -> None:
+    assert "regex must be text of valid Unicode" in refusal({"regex": "\ud800"})
+    assert "json is no JSON: Exceeds the limit" in refusal({"json": {"a": 10**5000}})
+
+
+def test_fields_that_were_set_later_are_checked_too() -> None:
+    for name, value in (("json", 3), ("json_object", "x"), ("whitespace_pattern", 5)):
+        params = StructuredOutputsParams(json_object=True)
+        params.json_object = None if name == "json" else True
+        setattr(params, name, value)
+        assert name in refusal(params)
 
 
 def test_schemas_nested_beyond_measure_are_refused_or_taken() -> None:

@@ -52,7 +52,7 @@ from vllmx.engine.utils import (
     run_before_children_are_joined,
     wait_for_first_message,
 )
-from vllmx.exceptions import EngineDeadError
+from vllmx.exceptions import EngineDeadError, VLLMValidationError
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
@@ -237,9 +237,19 @@ class MPClient(EngineCoreClient):
         self.resources.mailbox.ensure_open()
 
     def _post(self, request_type: EngineCoreRequestType, payload: Any) -> None:
-        """Send a message to the engine core; EngineDeadError if nobody will answer it."""
+        """Send a message to the engine core; EngineDeadError if nobody will answer it.
+
+        VLLMValidationError for numbers, texts and depths that no message can hold.
+        """
         self.ensure_alive()
-        self.resources.send([request_type.value, *self.encoder.encode(payload)])
+        try:
+            buffers = self.encoder.encode(payload)
+        except (OverflowError, UnicodeError, RecursionError) as error:
+            raise VLLMValidationError(
+                f"The request cannot be sent to the engine's process: {error}. Leave out integers "
+                "beyond 64 bits, text that is no valid Unicode, and very deep nesting."
+            ) from error
+        self.resources.send([request_type.value, *buffers])
         # Who registered as waiting while the engine died has been passed over.
         self.ensure_alive()
 

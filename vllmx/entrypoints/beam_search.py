@@ -110,6 +110,10 @@ def constrained_step_params(plain: SamplingParams, allowed: list[int]) -> Sampli
     return step
 
 
+def _logprob_of(beam: BeamSearchSequence) -> float:
+    return beam.cum_logprob
+
+
 @dataclass
 class BeamSearchInstance:
     """The search from one prompt."""
@@ -122,6 +126,9 @@ class BeamSearchInstance:
     lora_request: Any | None = None
     grammar: BeamGrammar | None = None
     """What its beams are held to."""
+    prune_by_logprob: bool = False
+    """Keep the candidates of the highest log-probability at a step, as upstream's server does, not
+    of the highest score, as its LLM does. With ignore_eos a last end token makes them differ."""
     beams: list[BeamSearchSequence] = field(init=False)
     completed: list[BeamSearchSequence] = field(init=False, default_factory=list)
 
@@ -131,7 +138,9 @@ class BeamSearchInstance:
         )
         self.beams = [start]
         penalty = self.params.length_penalty
-        self.score = create_sort_beams_key_function(self.end_token_ids, penalty)
+        score = create_sort_beams_key_function(self.end_token_ids, penalty)
+        # An extreme penalty makes all scores one, 0 or minus infinity.
+        self.score = lambda beam: (score(beam), beam.cum_logprob)
         self._allowed: list[frozenset[int]] = []
 
     def begin_step(self) -> list[SamplingParams]:
@@ -167,7 +176,7 @@ class BeamSearchInstance:
         ended = [beam for beam in candidates if beam.finish_reason == "stop"]
         going = [beam for beam in candidates if beam.finish_reason is None]
         self.completed += ended
-        going.sort(key=self.score, reverse=True)
+        going.sort(key=_logprob_of if self.prune_by_logprob else self.score, reverse=True)
         going = going[: self.params.beam_width]
         # One that fills the context is as long as it can get.
         self.completed += [beam for beam in going if len(beam.tokens) >= self.max_model_len]

@@ -201,6 +201,7 @@ class LLM:
         """
         from vllmx.entrypoints.beam_search import BeamSearchInstance, BeamSearchOutput
 
+        params.verify(self.model_config)
         grammar = None
         if params.structured_outputs is not None:
             from vllmx.structured_output.beams import BeamGrammar

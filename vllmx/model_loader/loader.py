@@ -73,7 +73,8 @@ def load_dummy_weights(model: Any, vllm_config: VllmConfig) -> None:
 
 def dummy_weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """A random float32 tensor of `shape`, the same for the same name and seed."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (seed << 32))
+    # A generator of the CPU takes 32 bits of what it is given.
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode(), seed))
     values = torch.randn(shape, generator=generator)
     if len(shape) <= 1:
         return values * 0.02 + (0.0 if name.endswith(".bias") else 1.0)

@@ -21,6 +21,7 @@ from vllmx.structured_output.backend_types import (
     StructuredOutputGrammar,
     StructuredOutputOptions,
 )
+from vllmx.structured_output.patterns import anchor_inside
 from vllmx.structured_output.utils import compile_regex_with_timeout
 from vllmx.structured_output.vocabulary import end_token_ids, token_bytes
 
@@ -184,7 +185,7 @@ def escape(text: str) -> str:
 
 def check_pattern(pattern: str) -> None:
     """ValueError for a pattern that the library's automata can't have: references to groups,
-    look-around, word boundaries, and an anchor before the first character."""
+    look-around, word boundaries, and an anchor before the first character or inside."""
     try:
         parsed = re_parser.parse(pattern)
     except re.error as error:
@@ -199,6 +200,8 @@ def check_pattern(pattern: str) -> None:
             re_constants.AT_NON_BOUNDARY,
         ):
             unsupported = "Unicode word boundaries"
+        elif kind == re_constants.AT and value == re_constants.AT_END_STRING:
+            unsupported = "\\Z anchors"
         else:
             continue
         raise ValueError(
@@ -210,6 +213,8 @@ def check_pattern(pattern: str) -> None:
             "Regex does not have a anchored universal start state: it begins with an anchor (^). "
             f"The whole text is matched as it is; leave anchors out. Pattern: {pattern[:200]}"
         )
+    if inside := anchor_inside(pattern):
+        raise ValueError(f"Regex uses {inside}, which allow no text. Pattern: {pattern[:200]}")
 
 
 def _children(kind: Any, value: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from vllmx.structured_output.backend_types import (
     StructuredOutputGrammar,
     StructuredOutputOptions,
 )
+from vllmx.structured_output.structural_tags import parse_structural_tag, parts_of
 from vllmx.structured_output.utils import compile_regex_with_timeout
 from vllmx.structured_output.vocabulary import end_token_ids, token_bytes
 
@@ -83,7 +84,10 @@ class XgrammarBackend(StructuredOutputBackend):
         elif request_type == kind.REGEX:
             compiled = compile_regex_with_timeout(self.compiler.compile_regex, grammar_spec)
         elif request_type == kind.STRUCTURAL_TAG:
-            compiled = self.tag_compiler.compile_structural_tag(*structural_tag_args(grammar_spec))
+            compact = self.json_options(options).disable_any_whitespace
+            compiled = self.tag_compiler.compile_structural_tag(
+                structural_tag_text(grammar_spec, compact)
+            )
         else:
             raise ValueError(f"grammar is not of valid supported types. ({request_type!s})")
         return XgrammarGrammar(xgrammar.GrammarMatcher(compiled))
@@ -154,20 +158,28 @@ def _batch_matcher() -> Any:
     return xgrammar.BatchGrammarMatcher()
 
 
-def structural_tag_args(text: str) -> tuple[Any, ...]:
-    """What xgrammar takes for a structural tag: its JSON, or tags and triggers of the older form
-    (`structures`, `triggers`). ValueError if it is neither."""
+def structural_tag_text(text: str, compact: bool = False) -> str:
+    """A structural tag of either form as xgrammar takes it, with an end to the whitespace in JSON,
+    or none of it with `compact`. ValueError for what is no tag, and for JSON that can't be so."""
     import xgrammar
 
-    tag = json.loads(text)
-    if not isinstance(tag, dict):
-        raise ValueError("a structural tag is a JSON object")
-    if "structures" not in tag:
-        return (text,)
-    items = [
-        xgrammar.StructuralTagItem(
-            begin=item["begin"], schema=json.dumps(item["schema"]), end=item["end"]
-        )
-        for item in tag["structures"]
-    ]
-    return items, tag["triggers"]
+    tag = parse_structural_tag(text)
+    for part in list(parts_of(tag)):
+        if part.kind != StructuredOutputOptions.JSON:
+            continue
+        settings = set(part.node) - {"type", "json_schema"}
+        if not compact:
+            part.node.setdefault("max_whitespace_cnt", MAX_WHITESPACE)
+        elif settings and not (settings == {"style"} and part.node["style"] == "json"):
+            raise ValueError(
+                f"'disable_any_whitespace' together with '{min(settings)}' (at {part.path})"
+            )
+        else:
+            grammar = xgrammar.Grammar.from_json_schema(
+                json.dumps(part.value, ensure_ascii=False),
+                any_whitespace=False,
+                separators=(",", ":"),
+            )
+            part.node.clear()
+            part.node.update(type="grammar", grammar=str(grammar))
+    return json.dumps(tag, ensure_ascii=False)

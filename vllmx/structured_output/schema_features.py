@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from vllmx.structured_output.patterns import misread_by_xgrammar
 
 Names = tuple[str, ...]
 _SCHEMA: Names = ("additionalProperties", "additionalItems", "unevaluatedProperties")
@@ -83,6 +85,8 @@ class SchemaSupport:
     """Whether it knows values of `const` and `enum` that are not all strings."""
     names_required: bool = True
     """Whether it enforces `required` of properties that are not described."""
+    misread_pattern: Callable[[str], str | None] | None = None
+    """Names what it takes for something else in a pattern; None where it refuses that itself."""
 
 
 _FORMATS = """email date time date-time duration ipv4 ipv6 hostname uuid uri uri-reference
@@ -97,6 +101,7 @@ XGRAMMAR = SchemaSupport(
     frozenset(_FORMATS.split()),
     (("pattern", "format"),),
     names_required=False,
+    misread_pattern=misread_by_xgrammar,
 )
 """In strings of a `minLength` or `maxLength` it allows control characters, which JSON does not."""
 OUTLINES = SchemaSupport(
@@ -244,6 +249,10 @@ def _unsupported_here(node: dict[str, Any], path: str, support: SchemaSupport) -
         return f"format '{node['format']}'"
     if support.plain_patterns and "pattern" in node and not _PLAIN.fullmatch(str(node["pattern"])):
         return "'pattern' of more than letters, digits and signs that JSON writes as they are"
+    if support.misread_pattern is not None and "pattern" in node:
+        misread = support.misread_pattern(str(node["pattern"]))
+        if misread is not None:
+            return f"'pattern' with {misread}"
     if isinstance(node.get("items"), list):
         return "'items' as a list"
     return None

@@ -24,6 +24,9 @@ _CHOOSE = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas", "dependen
 _TYPES = ("null", "boolean", "object", "array", "string", "number")
 _OLD_DRAFTS = ("draft-03", "draft-04", "draft-06", "draft-07")
 
+LONGEST_AS_PATTERN = 256
+"""Characters that a pattern counts; compiling it takes xgrammar the square of them in time."""
+
 
 def rewrite_schema(schema: Any) -> Any:
     """A copy of `schema` of the same meaning with fewer keywords; equal to it if there is nothing
@@ -63,6 +66,23 @@ def rewrite_schema(schema: Any) -> Any:
         {"$schema": named, **schema}
     )
     return schema if same else made
+
+
+def lengths_as_patterns(schema: Any) -> Any:
+    """A copy of `schema` whose strings of a certain length have a pattern that says so; such a
+    string has no characters that JSON escapes."""
+    made = copy.deepcopy(schema)
+    for _, node in subschemas(made):
+        if not isinstance(node, dict) or node.get("type") not in ("string", ["string"]):
+            continue
+        bounds = [node[name] for name in ("minLength", "maxLength") if name in node]
+        others = {"pattern", "format", "const", "enum", "anyOf", "oneOf", "allOf", "$ref"}
+        if not bounds or others & node.keys():
+            continue
+        if all(type(bound) is int and 0 <= bound <= LONGEST_AS_PATTERN for bound in bounds):
+            least, most = node.pop("minLength", 0), node.pop("maxLength", "")
+            node["pattern"] = f"^[\\s\\S]{{{least},{most}}}$"
+    return made
 
 
 def _lone_reference(node: Any) -> None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from copy import copy
+from dataclasses import replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from vllmx.exceptions import VLLMValidationError
 from vllmx.structured_output.backend_types import JSONOptions, StructuredOutputOptions
+from vllmx.structured_output.patterns import misread_by_xgrammar
 from vllmx.structured_output.request import get_structured_output_key
 from vllmx.structured_output.schema_features import (
     ENFORCER,
@@ -29,7 +30,15 @@ from vllmx.structured_output.schema_features import (
     texts_of,
     unsupported_feature,
 )
-from vllmx.structured_output.schema_rewrite import rewrite_schema
+from vllmx.structured_output.schema_rewrite import lengths_as_patterns, rewrite_schema
+from vllmx.structured_output.structural_tags import (
+    parse_structural_tag,
+    parts_of,
+    refused_by_xgrammar,
+    unknown_field,
+    with_schemas,
+    with_token_ids,
+)
 from vllmx.structured_output.utils import (
     choice_as_grammar,
     compile_regex_with_timeout,
@@ -72,16 +81,26 @@ def validate_structured_outputs(
             "Structured outputs requires a tokenizer so it can't be used with 'skip_tokenizer_init'"
         )
     _check_backend(asked, config.backend)
-    _check_content(asked)
-    chosen = copy(asked)
+    chosen = replace(asked)  # checks the types again, as fields may have been set since
+    _check_content(chosen)
     chosen.disable_any_whitespace |= config.disable_any_whitespace
     chosen.disable_additional_properties |= config.disable_additional_properties
-    kind, given = get_structured_output_key(chosen)
+    try:
+        kind, given = get_structured_output_key(chosen)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _error(f"structured_outputs.json is no JSON: {error}.") from None
+    if kind == Kind.STRUCTURAL_TAG:
+        try:
+            given = with_token_ids(given, tokenizer)
+        except ValueError as error:
+            raise _error(str(error)) from error
     backend, kind, spec = _choose(config.backend, kind, given, json_options(chosen))
     if kind == Kind.GRAMMAR:
         chosen.choice, chosen.grammar = None, spec
-    elif kind == Kind.JSON and spec != given:
-        chosen.json = spec
+    elif kind == Kind.JSON:
+        chosen.json = spec  # text reaches the engine's process whatever numbers it holds
+    elif kind == Kind.STRUCTURAL_TAG:
+        chosen.structural_tag = spec
     chosen._backend, chosen._backend_was_auto = backend, config.backend == "auto"
     params.structured_outputs = chosen
 
@@ -112,9 +131,9 @@ def _check_backend(asked: StructuredOutputsParams, backend: str) -> None:
 
 def _check_content(asked: StructuredOutputsParams) -> None:
     if asked.choice is not None:
-        if not isinstance(asked.choice, list) or not asked.choice:
+        if not asked.choice:
             raise _error(f"Choice '{asked.choice}' cannot be an empty list")
-        if not all(isinstance(text, str) and text for text in asked.choice):
+        if not all(asked.choice):
             raise _error(f"Choice {asked.choice!r} must hold strings that are not empty.")
     if asked.json_object is False:
         raise _error(
@@ -125,10 +144,6 @@ def _check_content(asked: StructuredOutputsParams) -> None:
         value = getattr(asked, name)
         if isinstance(value, str) and not value.strip():
             raise _error(f"structured_outputs.{name} cannot be an empty string")
-        if value is not None and not isinstance(
-            value, (str, dict, bool) if name == "json" else str
-        ):
-            raise _error(f"structured_outputs.{name} is of type {type(value).__name__}.")
 
 
 @lru_cache(maxsize=512)
@@ -147,15 +162,18 @@ def _choose(
 def _ways_to_say(kind: Kind, spec: str) -> Iterator[str]:
     """`spec`, then what it means in the words that libraries know, if that is something else."""
     yield spec
-    if kind != Kind.JSON:
+    if kind not in (Kind.JSON, Kind.STRUCTURAL_TAG):
         return
     try:
-        schema = _parse_schema(spec)
-        before, rewritten = json.dumps(schema), json.dumps(rewrite_schema(schema))
+        given = _parse_schema(spec) if kind == Kind.JSON else json.loads(spec)
+        said = json.dumps(given, ensure_ascii=False)
+        for change in (rewrite_schema, lengths_as_patterns):
+            given = change(given) if kind == Kind.JSON else with_schemas(given, change)
+            before, said = said, json.dumps(given, ensure_ascii=False)
+            if said != before:
+                yield said
     except (ValueError, RecursionError):
         return  # the libraries have said what is wrong with it
-    if rewritten != before:
-        yield rewritten
 
 
 def _ask(
@@ -192,6 +210,8 @@ def _check_xgrammar(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, 
     grammar = xgrammar.Grammar
     if kind == Kind.REGEX:
         compile_regex_with_timeout(grammar.from_regex, spec)
+        if misread := misread_by_xgrammar(spec):
+            raise ValueError(f"xgrammar does not enforce {misread}")
     elif kind == Kind.CHOICE:
         kind, spec = Kind.GRAMMAR, choice_as_grammar(json.loads(spec))
         grammar.from_ebnf(spec)
@@ -211,13 +231,34 @@ def _check_xgrammar(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, 
         except Exception as error:
             raise ValueError(f"Invalid grammar specification. {error}") from error
     elif kind == Kind.STRUCTURAL_TAG:
-        from vllmx.structured_output.backend_xgrammar import structural_tag_args
-
         try:
-            grammar.from_structural_tag(*structural_tag_args(spec))
+            _check_tag_of_xgrammar(spec, options)
         except Exception as error:
             raise ValueError(f"Invalid structural tag specification. {error}") from error
     return kind, spec
+
+
+def _check_tag_of_xgrammar(spec: str, options: JSONOptions) -> None:
+    import xgrammar
+
+    from vllmx.structured_output.backend_xgrammar import structural_tag_text
+
+    tag = parse_structural_tag(spec)
+    if unknown := unknown_field(tag):
+        raise ValueError(f"xgrammar does not know {unknown}")
+    for part in parts_of(json.loads(spec)):  # at the places that the caller knows
+        try:
+            if part.kind == Kind.JSON:
+                _check_shape(part.value)
+                if options.whitespace_pattern is not None:
+                    raise ValueError("'whitespace_pattern' is not supported")
+            elif part.kind == Kind.REGEX and isinstance(part.value, str):
+                compile_regex_with_timeout(xgrammar.Grammar.from_regex, part.value)
+            if feature := refused_by_xgrammar(part):
+                raise ValueError(f"xgrammar does not enforce {feature}")
+        except Exception as error:
+            raise ValueError(f"{part.path}: {error}") from error
+    xgrammar.Grammar.from_structural_tag(structural_tag_text(spec, options.disable_any_whitespace))
 
 
 def _check_guidance(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, str]:
@@ -229,7 +270,15 @@ def _check_guidance(kind: Kind, spec: str, options: JSONOptions) -> tuple[Kind, 
         raise ValueError(
             f"The provided JSON schema contains features not supported by guidance: {feature}"
         )
+    if kind == Kind.STRUCTURAL_TAG:
+        parse_structural_tag(spec)
     text = serialize_guidance_grammar(kind, spec, options)
+    if kind == Kind.STRUCTURAL_TAG:
+        for part in parts_of(json.loads(spec)):
+            try:
+                _check_guidance(Kind.JSON, json.dumps(part.value), options)
+            except ValueError as wrong:
+                raise ValueError(f"{part.path}: {wrong}") from wrong
     if error := LLMatcher.validate_grammar(text, None):
         raise ValueError(f"Grammar error: {error}")
     if kind == Kind.JSON and not _can_begin(text):
@@ -318,11 +367,16 @@ def _parse_schema(spec: str) -> Any:
         schema = json.loads(spec)
     except json.JSONDecodeError as error:
         raise ValueError(f"Invalid JSON grammar specification. {error}") from error
+    _check_shape(schema)
+    return schema
+
+
+def _check_shape(schema: Any) -> None:
     if not isinstance(schema, (dict, bool)):
-        raise ValueError(f"a JSON schema is an object or a boolean, not {spec[:40]!r}")
+        text = json.dumps(schema, ensure_ascii=False)[:40]
+        raise ValueError(f"a JSON schema is an object or a boolean, not {text!r}")
     if empty := "'false' (at #)" if schema is False else empty_list(schema):
         raise ValueError(f"no value is valid: {empty}")
-    return schema
 
 
 def _check_schema(spec: str, support: SchemaSupport) -> None:

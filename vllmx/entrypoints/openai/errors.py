@@ -56,6 +56,9 @@ def create_error_response(exc: Exception) -> ErrorResponse:
         return error_body(str(exc), "NotFoundError", HTTPStatus.NOT_FOUND, exc.parameter)
     if isinstance(exc, RequestValidationError):
         return _validation_error(exc.errors())
+    if isinstance(exc, UnicodeError):
+        message = f"The request holds text that is no valid Unicode: {exc}."
+        return error_body(message, "BadRequestError", HTTPStatus.BAD_REQUEST)
     if isinstance(exc, (ValueError, TypeError, OverflowError, jinja2.TemplateError)):
         param = exc.parameter if isinstance(exc, VLLMValidationError) else None
         return error_body(str(exc), "BadRequestError", HTTPStatus.BAD_REQUEST, param)
@@ -134,6 +137,7 @@ def install_exception_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http_exception_handler)
     for kind in (
         *(RequestValidationError, VLLMValidationError, VLLMNotFoundError, GenerationError),
-        *(EngineGenerateError, EngineDeadError, Exception),
+        # pydantic raises what it cannot encode, instead of a validation error.
+        *(EngineGenerateError, EngineDeadError, UnicodeError, Exception),
     ):
         app.add_exception_handler(kind, exception_handler)

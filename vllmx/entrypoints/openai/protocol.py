@@ -13,7 +13,7 @@ import uuid
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from vllmx.entrypoints.openai.base_model import OpenAIBaseModel
 from vllmx.entrypoints.openai.response_format import (
@@ -32,7 +32,17 @@ from vllmx.sampling_params import (
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
-NumLogprobs = Annotated[int, Field(ge=-1)]
+
+
+def _check_num_logprobs(count: int, info: ValidationInfo) -> int:
+    if count < -1:
+        raise VLLMValidationError(
+            f"`{info.field_name}` must be a positive value or -1.", parameter=info.field_name
+        )
+    return count
+
+
+NumLogprobs = Annotated[int, AfterValidator(_check_num_logprobs)]
 
 NEUTRAL_SAMPLING_PARAMS = {
     "repetition_penalty": 1.0,
@@ -247,8 +257,16 @@ class GenerationRequest(OpenAIBaseModel):
         temperature = self.temperature
         if temperature is None:
             temperature = (default_sampling_params or {}).get("temperature", 1.0)
+        beam_width = 1 if self.n is None else self.n
+        for name, value in (("n", beam_width), (self.max_tokens_name, max_tokens)):
+            if value < 1:
+                raise VLLMValidationError(
+                    f"{name} must be at least 1 with beam search, got {value}.",
+                    parameter=name,
+                    value=value,
+                )
         return BeamSearchParams(
-            beam_width=1 if self.n is None else self.n,
+            beam_width=beam_width,
             max_tokens=max_tokens,
             ignore_eos=self.ignore_eos,
             temperature=temperature,

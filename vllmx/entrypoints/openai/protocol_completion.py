@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -43,7 +43,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Any = None
     echo: bool | None = False
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: int | None = None
     suffix: str | None = None
     prompt_embeds: Any = None
 
@@ -55,6 +55,8 @@ class CompletionRequest(GenerationRequest):
                 "`prompt_embeds`: prompts as embeddings are not built yet; send `prompt`.",
                 parameter="prompt_embeds",
             )
+        if self.logprobs is not None and self.logprobs < 0:
+            raise VLLMValidationError("`logprobs` must be a positive value.", parameter="logprobs")
         if self.suffix is not None:
             raise VLLMValidationError("suffix is not currently supported", parameter="suffix")
         self.prompt = _check_prompt(self.prompt)

@@ -22,6 +22,8 @@ OLDER_NAMES = {
     "guided_grammar": "grammar",
     "guided_json_object": "json_object",
     "guided_whitespace_pattern": "whitespace_pattern",
+    "guided_decoding_disable_any_whitespace": "disable_any_whitespace",
+    "guided_decoding_disable_additional_properties": "disable_additional_properties",
     "structural_tag": "structural_tag",
 }
 """Fields of older versions of the API -> what they are called within `structured_outputs`."""
@@ -64,6 +66,13 @@ def refuse_older_names(extra: dict[str, Any]) -> None:
             "server starts (--structured-outputs-config).",
             parameter="guided_decoding_backend",
         )
+    for name, value in extra.items():
+        if name.startswith("guided_") and value is not None:
+            raise VLLMValidationError(
+                f"`{name}` is not served any more: leave it out. What an answer is held to is "
+                f"`structured_outputs`, with {', '.join(sorted(FIELDS))}.",
+                parameter=name,
+            )
 
 
 def structured_outputs_of(

@@ -222,7 +222,9 @@ class OpenAIServing:
             self.override_max_tokens,
         )
         if body.use_beam_search:
-            return body.to_beam_search_params(max_tokens, self.default_sampling_params)
+            beams = body.to_beam_search_params(max_tokens, self.default_sampling_params)
+            beams.verify(self.model_config, "n")
+            return beams
         return body.to_sampling_params(max_tokens, self.default_sampling_params)
 
     def run(
@@ -247,6 +249,7 @@ class OpenAIServing:
             params,
             frozenset(self.engine_client.input_processor.end_token_ids),
             self.max_model_len,
+            prune_by_logprob=True,
         )
         tokenizer = self.require_tokenizer()
         return beam_search(instance, request_id, tokenizer, generate, prompt.text)
