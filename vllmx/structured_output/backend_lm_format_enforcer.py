@@ -143,7 +143,7 @@ def character_parser(
             schema = close_objects(schema)
         return lmfe.JsonSchemaParser(schema)
     if request_type == kind.JSON_OBJECT:
-        return lmfe.JsonSchemaParser(None)
+        return lmfe.JsonSchemaParser({"type": "object"})  # None is any JSON to it
     if request_type == kind.REGEX:
         return lmfe.RegexParser(grammar_spec)
     if request_type == kind.CHOICE:

@@ -19,7 +19,8 @@ class BeamGrammar:
     """Says which tokens may follow those of a beam."""
 
     def __init__(self, manager: StructuredOutputManager, asked: StructuredOutputsParams) -> None:
-        """Raises VLLMValidationError for a constraint that no backend enforces."""
+        """Raises VLLMValidationError for a constraint that no backend enforces, and ValueError for
+        one that can't be compiled or has no word."""
         params = SamplingParams(structured_outputs=asked)
         config = manager.vllm_config
         validate_structured_outputs(
@@ -27,7 +28,7 @@ class BeamGrammar:
         )
         assert params.structured_outputs is not None
         self.manager, self.params = manager, params.structured_outputs
-        self.manager.compile(self.params)  # what can't be compiled is known before the search
+        self.manager.compile(self.params, check=True)  # what can't be is known before the search
         vocab_size = config.model_config.get_vocab_size()
         self._bitmask = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
         self._vocab_size = vocab_size
