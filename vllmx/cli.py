@@ -59,6 +59,12 @@ COMMAND_DEFAULTS: dict[str, dict[str, Any]] = {
 FROM_BEST_TO_WORST = (0, 3, 2, 1)
 
 
+def _gravity(code: int) -> int:
+    """Place of an exit code; any other, as of a server that a signal ended, is graver than all."""
+    known = code in FROM_BEST_TO_WORST
+    return FROM_BEST_TO_WORST.index(code) if known else len(FROM_BEST_TO_WORST)
+
+
 @dataclass
 class Arguments:
     """A command line, sorted; values are checked but nothing is composed yet."""
@@ -478,6 +484,6 @@ def execute(command: str, runs: list[tuple[str, RunConfig]]) -> int:
             sys.stdout.flush()
             print(f"vllmx: run {number}/{len(runs)}: {label}", file=sys.stderr, flush=True)
         with _traceback_if(run.debug.traceback):
-            worst = max(worst, task.run(run, started), key=FROM_BEST_TO_WORST.index)
+            worst = max(worst, task.run(run, started), key=_gravity)
         started = time.monotonic()
     return worst

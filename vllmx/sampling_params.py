@@ -680,12 +680,12 @@ class SamplingParams(
     def _validate_logprobs(self, max_logprobs: int, vocab_size: int) -> None:
         max_logprobs = vocab_size if max_logprobs == -1 else min(max_logprobs, vocab_size)
         for name, what in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
-            count = getattr(self, name) or 0
-            count = vocab_size if count == -1 else count
+            asked = getattr(self, name) or 0
+            count = vocab_size if asked == -1 else asked
             if count > max_logprobs:
                 raise VLLMValidationError(
-                    f"Requested {what} logprobs of {count}, "
-                    f"which is greater than max allowed: {max_logprobs}",
+                    f"Requested {what} logprobs of {count}{' (-1: all)' if asked == -1 else ''}, "
+                    f"which is greater than max allowed: {max_logprobs} (--max-logprobs)",
                     parameter=name,
                     value=count,
                 )

@@ -312,7 +312,8 @@ def test_cfg_job_prints_what_was_given(capsys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "worst"), [((0, 0), 0), ((3, 0), 3), ((2, 3), 2), ((1, 3), 1), ((0, 1, 2), 1)]
+    ("codes", "worst"),
+    [((0, 0), 0), ((3, 0), 3), ((2, 3), 2), ((1, 3), 1), ((0, 1, 2), 1), ((130,), 130)],
 )
 def test_a_sweep_ends_with_the_worst_of_its_codes(codes, worst, monkeypatch) -> None:
     """A failed run is not hidden by a blocked one, though 3 is more than 1."""

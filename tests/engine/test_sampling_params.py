@@ -313,10 +313,10 @@ def test_allowed_token_ids_must_be_known_to_tokenizer_and_model(bad_ids):
 
 @pytest.mark.parametrize(("name", "what"), [("logprobs", "sample"), ("prompt_logprobs", "prompt")])
 def test_logprobs_are_bounded_by_the_config(name, what):
-    message = f"Requested {what} logprobs of 21, which is greater than max allowed: 20"
+    message = rf"{what} logprobs of 21, which is greater than max allowed: 20 \(--max-logprobs\)"
     with pytest.raises(VLLMValidationError, match=message):
         verify(SamplingParams(**{name: 21}))
-    with pytest.raises(VLLMValidationError, match=f"{what} logprobs of 1000"):
+    with pytest.raises(VLLMValidationError, match=rf"{what} logprobs of 1000 \(-1: all\)"):
         verify(SamplingParams(**{name: -1}))
     verify(SamplingParams(**{name: -1}), max_logprobs=-1)
     verify(SamplingParams(**{name: 20}))

@@ -103,6 +103,8 @@ def test_a_search_wider_than_logprobs_allow_is_refused(llama) -> None:
     llm = build_engine(llama[0])
     with pytest.raises(VLLMValidationError, match=r"beam_width=11 is .* max_logprobs=22"):
         llm.beam_search([PROMPT], BeamSearchParams(beam_width=11, max_tokens=2))
+    with pytest.raises(TypeError, match="must be BeamSearchParams, got SamplingParams"):
+        llm.beam_search([PROMPT], SamplingParams(max_tokens=2))
     with pytest.raises(UserError, match="disable_log_stats=False"):
         llm.get_metrics()
 

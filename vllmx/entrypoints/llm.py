@@ -201,6 +201,8 @@ class LLM:
         """
         from vllmx.entrypoints.beam_search import BeamSearchInstance, BeamSearchOutput
 
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         params.verify(self.model_config)
         grammar = None
         if params.structured_outputs is not None:
