@@ -118,14 +118,18 @@ def selected(features: list[Declared], select: str | None, tier: str | None) -> 
 
 
 def named(features: list[Declared], name: str) -> Declared:
-    """The feature with id `name`; UserError with the nearest one if there is none, or with those
-    that need an op or a model of that name."""
+    """The feature with id `name`, or the only one that needs an op or a model of that name;
+    UserError with all of those if they are several, and with the nearest id if there is none."""
     for feature in features:
         if feature.id == name:
             return feature
     kind, _, bare = name.strip("/").partition(".")
     needs = {"op": "ops", "sample": "ops", "model": "models"}.get(kind, "")
-    if rows := [f.id for f in features if bare in f.needs.get(needs, ())]:
-        raise UserError(f"parity: {name!r} is no row but shown for {', '.join(rows)}: name one.")
+    rows = [feature for feature in features if bare in feature.needs.get(needs, ())]
+    if len(rows) == 1:
+        return rows[0]
+    if rows:
+        ids = ", ".join(row.id for row in rows)
+        raise UserError(f"parity: {name!r} is no row, but these rows need it: {ids}. Name one.")
     near = did_you_mean(name, [feature.id for feature in features])
     raise UserError(f"parity: no row {name!r}: give an id of {INVENTORY.name}.{near}")

@@ -9,6 +9,7 @@ is made, token ids against the model's vocabulary in `verify`.
 from __future__ import annotations
 
 import copy
+import difflib
 import itertools
 import logging
 import math
@@ -167,21 +168,38 @@ class RepetitionDetectionParams:
             )
 
 
-class _SayWhatItIsCalledNow(type(msgspec.Struct)):  # type: ignore[misc]
-    """msgspec names an argument that is unknown, and no other."""
+_CONSTRAINT = "structured_outputs=StructuredOutputsParams(...), of the same fields"
+_INSTEAD = {
+    "guided_decoding": _CONSTRAINT,
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object"),
+        _CONSTRAINT,
+    ),
+    "best_of": "n, and take the answer of the highest cumulative_logprob",
+    "use_beam_search": "LLM.beam_search with BeamSearchParams",
+    "logits_processors": "LLM(logits_processors=[...]), classes of the whole engine",
+    "truncate_prompt_tokens": "LLM.generate(tokenization_kwargs={'truncate_prompt_tokens': ...})",
+}
+"""Arguments that older versions had -> what takes their place."""
+
+
+class _NamesWhatIsMeant(type(msgspec.Struct)):  # type: ignore[misc]
+    """Says of an unknown argument what takes its place, or which is near."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if "guided_decoding" in kwargs:
-            raise TypeError(
-                f"{cls.__name__}() has no argument guided_decoding any more: give "
-                "structured_outputs=StructuredOutputsParams(...), of the same fields."
-            )
-        return super().__call__(*args, **kwargs)
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError:
+            unknown = next((name for name in kwargs if name not in cls.__struct_fields__), None)
+            if unknown is None:
+                raise
+        near = difflib.get_close_matches(unknown, cls.__struct_fields__, n=1)
+        cure = f". Did you mean {near[0]}?" if near else ""
+        cure = f": give {_INSTEAD[unknown]}." if unknown in _INSTEAD else cure
+        raise TypeError(f"{cls.__name__} has no argument {unknown}{cure}")
 
 
-class SamplingParams(
-    msgspec.Struct, omit_defaults=True, dict=True, metaclass=_SayWhatItIsCalledNow
-):
+class SamplingParams(msgspec.Struct, omit_defaults=True, dict=True, metaclass=_NamesWhatIsMeant):
     """Sampling parameters of one request; names and meaning follow OpenAI's completion API.
 
     Raises ValueError (VLLMValidationError where a client may need the parameter's name) for a

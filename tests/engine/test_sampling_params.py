@@ -178,9 +178,22 @@ def test_private_token_ids_outside_the_vocabulary_are_refused(name):
     assert caught.value.parameter == name
 
 
-def test_the_older_name_of_structured_outputs_is_answered_with_the_new_one():
-    with pytest.raises(TypeError, match="structured_outputs=StructuredOutputsParams"):
-        SamplingParams(guided_decoding=None)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("guided_decoding", "no argument guided_decoding: give structured_outputs=Structured"),
+        ("guided_json", "no argument guided_json: give structured_outputs=Structured"),
+        ("best_of", "no argument best_of: give n,"),
+        ("use_beam_search", "LLM.beam_search"),
+        ("logits_processors", "LLM\\(logits_processors="),
+        ("truncate_prompt_tokens", "tokenization_kwargs="),
+        ("temprature", "no argument temprature. Did you mean temperature"),
+        ("zzz", "no argument zzz$"),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_what_is_meant(name, words):
+    with pytest.raises(TypeError, match=words):
+        SamplingParams(**{name: None})
 
 
 @pytest.mark.parametrize(

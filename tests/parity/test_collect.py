@@ -453,8 +453,9 @@ FILES = {feature.id: ours(feature, ROOT)[0] for feature in DECLARED}
     [("op.silu_and_mul/", "ops.providers"), ("model.tiny-qwen3_next", "model.qwen3_next")],
 )
 def test_an_op_or_model_is_no_row_but_the_rows_that_need_it_are_named(asked, row):
-    with pytest.raises(UserError, match=rf"is no row but shown for .*{row}.*: name one"):
+    with pytest.raises(UserError, match=rf"is no row, but these rows need it: .*{row}.*Name one"):
         features.named(features.load(), asked)
+    assert features.named(features.load(), "sample.penalties").id == "sample.pipeline"
 
 
 def test_no_feature_changes_its_tier_unseen():
