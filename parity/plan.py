@@ -13,9 +13,8 @@ from vllmx.config import RunConfig
 from . import features
 from .checkout import Checkout
 from .features import CANARY
-from .status import FeatureStatus
+from .status import SHOWN, FeatureStatus
 
-DONE = ("GREEN", "DRIFT", "YELLOW")
 JOINED = (
     "vllmx parity collect device=cuda --select ",
     *("vllmx parity replay ", "vllmx parity collect "),
@@ -48,7 +47,7 @@ def plan(rows: Iterable[FeatureStatus]) -> tuple[list[str], Counter[str]]:
         if row.status == "MISSING" or row.feature.id == CANARY:
             continue
         for cell in row.cells:
-            if cell.status in DONE or cell.cell.key in counted:
+            if cell.status in SHOWN or cell.cell.key in counted:
                 continue
             counted.add(cell.cell.key)
             reasons[cell.status] += 1
