@@ -40,14 +40,14 @@ if SUPPORTED is True:
         """The largest uint32 such that the logits not below it are `wanted` or more: their number,
         or with MASS the sum of exp(logit - largest). Two bits a pass, from the sign down."""
         # A thread has a column of eight: so many loads at a time, and what it adds up is its own.
-        lane = tl.arange(0, 8)[:, None] * 512 + tl.arange(0, 512)[None, :]
+        lane = tl.arange(0, 8)[:, None] * 1024 + tl.arange(0, 1024)[None, :]
         digit = tl.arange(0, 4)
         threshold = tl.full((), 0, tl.uint32)
         shift = tl.full((), 30, tl.uint32)
         for _ in range(16):
             candidates = threshold + (digit.to(tl.uint32) << shift)
-            found = tl.zeros([4, 512], tl.float32 if MASS else tl.int32)
-            for start in range(0, columns, 4096):
+            found = tl.zeros([4, 1024], tl.float32 if MASS else tl.int32)
+            for start in range(0, columns, 8192):
                 inside = start + lane < columns
                 x = tl.load(row_ptr + start + lane, mask=inside, other=float("-inf"))
                 above = inside[None, :, :] & (_ordered(x)[None, :, :] >= candidates[:, None, None])
@@ -252,7 +252,7 @@ def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None
         HAS_K=top_k is not None,
         HAS_P=top_p is not None,
         BLOCK=WIDE,
-        num_warps=16,
+        num_warps=32,
     )
     return logits
 
