@@ -28,6 +28,12 @@ def _supported() -> bool | str:
     return True
 
 
+def _adds_up_alike() -> bool:
+    """Whether an output is added up input by input whatever the number of rows: with AVX-512. Where
+    there is none of it, one row alone goes another way than several."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
 def _prepare(weight: Tensor, bias: Tensor | None) -> torch.ScriptObject:
     """Pack float weights [out, in]; CheckpointError if one is outside fp16's range."""
     largest = max(abs(float(bound)) for bound in weight.aminmax())
@@ -53,8 +59,7 @@ _LINEAR_DYNAMIC_FP16: Any = (
     prepare=_prepare,
     prepared_format="fp16 packed",
     prepared_bytes=2,
-    # Whatever the number of rows, an output is added up input by input, in blocks of one size.
-    batch_invariant=("cpu",),
+    batch_invariant=("cpu",) if _adds_up_alike() else (),
 )
 def _linear(x: Tensor, prepared: torch.ScriptObject) -> Tensor:
     return _LINEAR_DYNAMIC_FP16(x, prepared)
