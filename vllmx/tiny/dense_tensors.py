@@ -339,7 +339,7 @@ def shared_size(config: HFConfig) -> int:
     inner = config.read("moe_intermediate_size", int, 0)
     count = next((config.read(key, int) for key in SHARED if key in config), 1)
     sizes = ("shared_intermediate_size", "shared_expert_intermediate_size")
-    return next((config.read(key, int) for key in sizes if key in config), inner * count)
+    return next((config.read(key, int) for key in sizes if key in config.raw), inner * count)
 
 
 LAYOUTS["olmo3"] = LAYOUTS["olmo2"]
