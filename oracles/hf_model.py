@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +27,14 @@ def available() -> Literal[True] | str:
 
 def describe(job: Job) -> dict[str, Any]:
     """What computed the answer to `job`."""
+    lane = {"float32": "hf-cpu-f32", "bfloat16": "hf-cpu-bf16"}[job.dtype]
+    config = json.loads((Path(job.folder) / "config.json").read_text())
+    if config.get("model_type") == "bloom":
+        lane += "-gelu"  # see transformers_twin.py
     return {
         "name": "transformers",
         "version": importlib.metadata.version("transformers"),
-        "lane": {"float32": "hf-cpu-f32", "bfloat16": "hf-cpu-bf16"}[job.dtype],
+        "lane": lane,
         "callable": "transformers.AutoModelForCausalLM",
         "torch": torch.__version__,
         "device": f"cpu {torch.backends.cpu.get_cpu_capability()}",

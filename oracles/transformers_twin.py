@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+EXACT = "bloom"
+"""The family whose gelu is exact in upstream and a tanh in transformers: it is told upstream's."""
 MASKS = (".attn.bias", ".attn.masked_bias")
 """Not weights: the causal mask, which checkpoints of GPT-2 from before 2023 hold as well."""
 
@@ -40,6 +42,9 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     unexpected = [key for key in found["unexpected_keys"] if not key.endswith(MASKS)]
     if missing or unexpected or found["mismatched_keys"]:
         raise ValueError(f"{folder}: weights and config.json do not fit: {found}")
+    if model.config.model_type == EXACT:
+        for block in model.transformer.h:
+            block.mlp.gelu_impl = torch.nn.GELU()
     return model.eval()
 
 

@@ -244,6 +244,7 @@ def paged_attention(
     soft_cap: float | None,
     sinks: np.ndarray | None = None,
     attention_chunk_size: int | None = None,
+    alibi_slopes: np.ndarray | None = None,
 ) -> Outputs:
     """out: token by token and head by head, each over the keys it sees and the head's sink."""
     out = np.empty_like(query)
@@ -264,6 +265,8 @@ def paged_attention(
                 score = seen @ query[place, head] * scale
                 if soft_cap is not None:
                     score = soft_cap * np.tanh(score / soft_cap)
+                if alibi_slopes is not None:
+                    score = score - alibi_slopes[head] * np.arange(newest - oldest, -1, -1)
                 sink = -np.inf if sinks is None else sinks[head]
                 best = max(score.max(), sink)
                 weight = np.exp(score - best)

@@ -140,6 +140,7 @@ def paged_attention(
     soft_cap: float | None,
     sinks: Tensor | None = None,
     attention_chunk_size: int | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensors:
     """FlashAttention over the paged cache, as the backend of that name calls it."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
@@ -163,6 +164,7 @@ def paged_attention(
         softmax_scale=scale,
         causal=True,
         window_size=window,
+        alibi_slopes=alibi_slopes,
         softcap=soft_cap or 0.0,
         block_table=block_table,
         out=out,

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +30,9 @@ SETTINGS = {
 }
 _told: list[str] = []
 """Lanes of what upstream was told otherwise."""
+LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+"""Families whose keys and values upstream keeps as latents, and as what comes of them if told so:
+the golden names its lane `vllm-cpu-f32-mha`."""
 WHOLE = {
     "CohereDecoderLayer",
     "Exaone4DecoderLayer",
@@ -84,10 +88,20 @@ def compute(job: Job) -> Answer:
     os.environ.update(SETTINGS)
     _give_sinks_as_bfloat16()
     config = json.loads((Path(job.folder) / "config.json").read_text())
-    if config.get("model_type") in ("ernie4_5_moe", "minimax_m2"):
+    if config.get("model_type") in ("ernie4_5_moe", "laguna", "minimax_m2"):
         _choose_experts_with_their_bias()
+    if config.get("model_type") == "laguna":
+        _find_biases_of_laguna()
     if config.get("hidden_act") == "xielu":
         _keep_xielu_in_float32()
+    if config.get("model_type") == "dbrx":
+        _find_experts_of_dbrx()
+    if config.get("architectures") == ["TeleFLMForCausalLM"]:
+        _multiply_what_teleflm_is_given()
+    if config.get("architectures") == ["Rnj1ForCausalLM"]:
+        _forget_chunks_of_rnj1()
+    if config.get("kv_lora_rank") and config["model_type"] in LATENT:
+        _keep_keys_and_values()
     if job.dtype == "float32" and gdn_reference.is_hybrid(Path(job.folder)):
         gdn_reference.patch()
     options = _options(config)
@@ -107,7 +121,23 @@ def _options(config: dict[str, Any]) -> dict[str, Any]:
     flat = {key: value for key, value in rope.items() if not isinstance(value, dict)}
     if flat and flat != rope:
         options["hf_overrides"] = {"rope_parameters": flat}
+    if config.get("block_configs"):
+        options["hf_overrides"] = _blocks_as_objects
+    if config.get("architectures") == ["Param2MoEForCausalLM"]:
+        # Its class reads what the family's own config has and that of transformers has not.
+        options["hf_overrides"] = {"rope_theta": rope["rope_theta"], "rope_scaling": None}
     return options
+
+
+def _blocks_as_objects(config: Any) -> Any:
+    """A config whose blocks, if it has any, have attributes, as those of DeciLM's own code have."""
+    if not hasattr(config, "block_configs"):
+        return config
+    config.block_configs = [
+        SimpleNamespace(**{part: SimpleNamespace(**said) for part, said in block.items()})
+        for block in config.block_configs
+    ]
+    return config
 
 
 def _choose_experts_with_their_bias() -> None:
@@ -140,6 +170,78 @@ def _keep_xielu_in_float32() -> None:
 
     XIELU.__init__ = in_float32
     _told.append("vllm-cpu-f32-xielu32")
+
+
+def _find_experts_of_dbrx() -> None:
+    """Upstream's DBRX looks for the parameters of its experts where earlier releases had them, and
+    so can't be loaded: it is shown them there. The golden names its lane `vllm-cpu-f32-dbrxnames`.
+    """
+    from vllm.model_executor.models.dbrx import DbrxModel
+
+    inner, outer = ".experts.routed_experts.", ".experts."
+    load = DbrxModel.load_weights
+
+    def named_parameters(self: Any, *args: Any, **others: Any) -> Any:
+        for name, parameter in super(DbrxModel, self).named_parameters(*args, **others):
+            yield name.replace(inner, outer), parameter
+
+    def load_weights(self: Any, weights: Any) -> set[str]:
+        return {name.replace(outer, inner) for name in load(self, weights)}
+
+    DbrxModel.named_parameters, DbrxModel.load_weights = named_parameters, load_weights
+    _told.append("vllm-cpu-f32-dbrxnames")
+
+
+def _multiply_what_teleflm_is_given() -> None:
+    """Upstream has a model of Tele-FLM that multiplies the embedding as its config says, and makes
+    Llama's instead. The golden names its lane `vllm-cpu-f32-inputmult`."""
+    from vllm.model_executor.models.teleflm import TeleFLMForCausalLM, TeleFLMModel
+
+    def init_model(self: Any, vllm_config: Any, prefix: str = "", **others: Any) -> Any:
+        return TeleFLMModel(vllm_config=vllm_config, prefix=prefix)
+
+    TeleFLMForCausalLM._init_model = init_model
+    _told.append("vllm-cpu-f32-inputmult")
+
+
+def _keep_keys_and_values() -> None:
+    """Upstream's CPU has no attention over latents, and its kernel of the rotation takes the part
+    of a head for all of it, as its GPU does not: keys and values are kept whole, and the rotation
+    is upstream's definition. The golden names its lane `vllm-cpu-f32-mha`."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    os.environ["VLLM_MLA_DISABLE"] = "1"
+    RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
+    _told.append("vllm-cpu-f32-mha")
+
+
+def _find_biases_of_laguna() -> None:
+    """Upstream's Laguna leaves its routers' biases for the choice at zero, as they are not where it
+    looks for them. The golden names its lane `vllm-cpu-f32-onegroup-bias`."""
+    from vllm.model_executor.models.laguna import LagunaModel
+
+    load = LagunaModel.load_weights
+
+    def load_weights(self: Any, weights: Any) -> set[str]:
+        found = ((n.replace(".experts.e_", ".experts.routed_experts.e_"), w) for n, w in weights)
+        return load(self, found)
+
+    LagunaModel.load_weights = load_weights
+    _told.append("vllm-cpu-f32-onegroup-bias")
+
+
+def _forget_chunks_of_rnj1() -> None:
+    """Upstream's Rnj-1 says of layers without chunks that they look back at none, with a word that
+    its attention on a CPU does not know."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    make = CPUAttentionBackendImpl.__init__
+
+    def without(self: Any, *args: Any, chunk_lookback: int = -1, **others: Any) -> None:
+        assert chunk_lookback == -1, "chunks, which a CPU has not"
+        make(self, *args, **others)
+
+    CPUAttentionBackendImpl.__init__ = without
 
 
 def _give_sinks_as_bfloat16() -> None:

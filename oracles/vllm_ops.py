@@ -399,6 +399,8 @@ def paged_attention_sdpa(**args: Any) -> Tensors:
         raise ValueError("it has no soft cap")
     if args.get("sinks") is not None:
         raise ValueError("it has no sinks")
+    if args.get("alibi_slopes") is not None:
+        raise ValueError("it has no slopes")
 
     def attend(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
@@ -416,6 +418,10 @@ def paged_attention_einsum(**args: Any) -> Tensors:
         scores = torch.einsum("hqd,hkd->hqk", query.float(), keys.float()) * args["scale"]
         if args["soft_cap"] is not None:
             scores = args["soft_cap"] * torch.tanh(scores / args["soft_cap"])
+        if args.get("alibi_slopes") is not None:
+            ages = torch.arange(keys.shape[1] - 1, -1, -1)
+            ages = ages - ages[-query.shape[1] :].unsqueeze(1)
+            scores = scores - args["alibi_slopes"][:, None, None] * ages
         scores = scores.masked_fill(~seen, float("-inf"))
         if args.get("sinks") is not None:
             sinks = args["sinks"].float()[:, None, None].expand(-1, scores.shape[1], 1)
@@ -469,6 +475,7 @@ def _attention(
     soft_cap: float | None,
     sinks: Tensor | None = None,
     attention_chunk_size: int | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     from vllm import _custom_ops as ops
 
@@ -517,7 +524,7 @@ def _attention(
         seq_lens=seq_lens,
         scale=scale,
         causal=True,
-        alibi_slopes=None,
+        alibi_slopes=alibi_slopes,
         sliding_window=window,
         block_table=table,
         softcap=0.0 if soft_cap is None else soft_cap,

@@ -259,6 +259,13 @@ def _(m: Maker) -> Arguments:
     return _attention(m, batch)
 
 
+@CASES.add("paged_attention", "slopes", cells=("a slope for each of 6 heads, GQA 3:1",))
+def _(m: Maker) -> Arguments:
+    batch = Batch((1, 1, 13, 6), (250, 3, 29, 300), heads=6, kv_heads=2)
+    slopes = m.float(2.0 ** -np.arange(1, 7), "f32")
+    return {**_attention(m, batch, std=2.0), "alibi_slopes": slopes}
+
+
 # ------------------------------------------------- a decode step from the projection on, in one
 
 

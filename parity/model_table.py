@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllmx.tiny.dense_configs import DENSE_FAMILIES
+from vllmx.tiny.latent import LATENT_FAMILIES
 from vllmx.tiny.sparse_configs import MORE_SPARSE
 from vllmx.tiny.twins import TWIN_FAMILIES
 
@@ -184,6 +185,8 @@ TINY: dict[str, Any] = {
 }
 BREADTH = TINY | {"top_k": 10}
 """Many families: shorter lists make smaller goldens."""
+FAMILIES_WITH_MORE = MORE_SPARSE | LATENT_FAMILIES | TWIN_FAMILIES
+"""With experts, with latents, or without a class in transformers."""
 DENSE = sorted(DENSE_FAMILIES)
 """Dense families. oracles/vllm_model.py says what upstream 0.25.0 has to be told of Apertus and of
 Olmo3 to compute them in float32."""
@@ -210,7 +213,7 @@ MODELS = {
         ModelEntry("tiny-olmoe", **SPARSE),
         ModelEntry("tiny-qwen2_moe", **BREADTH),
         ModelEntry("tiny-granitemoe", **BREADTH),
-        *(ModelEntry(name, **BREADTH) for name in sorted(MORE_SPARSE | TWIN_FAMILIES)),
+        *(ModelEntry(name, **BREADTH) for name in sorted(FAMILIES_WITH_MORE)),
     )
 }
 

@@ -21,7 +21,9 @@ from vllmx.tiny.configs import config_of
 from vllmx.tiny.dense_configs import DENSE_FAMILIES
 
 ROWS = ("tiny-gemma2", "tiny-mistral", "tiny-phi3", "tiny-qwen2", "tiny-apertus", "tiny-olmo3")
-"""Those whose feature has a row, and two that upstream answers only if it is told something."""
+ROWS += ("tiny-bloom", "tiny-mpt")
+"""Those whose feature has a row, two that upstream answers only if it is told something, and two
+without positions."""
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5, detokenize=False)
 
 
@@ -115,6 +117,18 @@ def test_a_tied_model_warns_of_a_head_that_is_not_its_embedding(
 
 REFUSED = [
     ("tiny-falcon", {"alibi": True}, "alibi=true is not supported"),
+    (
+        "tiny-bloom",
+        {"apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm=True is not supported",
+    ),
+    ("tiny-mpt", {"no_bias": False}, "no_bias is False; True is served only"),
+    (
+        "tiny-mpt",
+        {"attn_config": {"qk_ln": True}},
+        r"attn_config\.qk_ln is True; False is served only",
+    ),
+    ("tiny-mpt", {"attn_config": {"alibi": False}}, r"attn_config\.alibi is False"),
     ("tiny-opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
     ("tiny-opt", {"word_embed_proj_dim": 64}, "word_embed_proj_dim must be 128"),
     ("tiny-phi", {"qk_layernorm": True}, "qk_layernorm is not supported in Phi"),

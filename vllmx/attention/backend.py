@@ -19,6 +19,9 @@ NO_SINKS = "has no attention sinks"
 NO_CHUNKS = "has no chunked local attention"
 """Why a backend refuses layers whose tokens see nothing of other chunks than their own."""
 
+NO_SLOPES = "has no slopes of the scores (ALiBi)"
+"""Why a backend refuses layers that weigh keys by their distance."""
+
 
 @dataclass
 class CommonAttentionMetadata:
@@ -80,7 +83,7 @@ class AttentionBackend(ABC):
     @abstractmethod
     def refusal(context: OpContext) -> bool | str:
         """True, or why calls with these facts (head_size, sliding_window, soft_cap, sinks,
-        attention_chunk_size) can't run."""
+        attention_chunk_size, alibi) can't run."""
 
     @staticmethod
     @abstractmethod
@@ -103,7 +106,8 @@ class AttentionBackend(ABC):
         """Attention of query [num_tokens, num_heads, head_size] to the cache; same shape back.
 
         k_scale, v_scale: as of the op `paged_attention`. A backend that does not refuse the fact
-        `sinks` or `attention_chunk_size` also takes that argument of the op, by name.
+        `sinks` or `attention_chunk_size` also takes that argument of the op, by name; one that does
+        not refuse `alibi` takes `alibi_slopes`.
         """
 
     @staticmethod
@@ -152,6 +156,7 @@ class AttentionBackend(ABC):
         v_scale: float = 1.0,
         sinks: Tensor | None = None,
         attention_chunk_size: int | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """This backend as a provider of the op `paged_attention`: build the metadata, then run."""
         starts, lengths = query_start_loc.cpu().numpy(), seq_lens.cpu().numpy()
@@ -172,4 +177,6 @@ class AttentionBackend(ABC):
         more: dict[str, Any] = {} if sinks is None else {"sinks": sinks}
         if attention_chunk_size is not None:
             more["attention_chunk_size"] = attention_chunk_size
+        if alibi_slopes is not None:
+            more["alibi_slopes"] = alibi_slopes
         return cls.run(query, key_cache, value_cache, metadata, *how, **more)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vllmx.attention.backend import AttentionBackend
@@ -33,7 +34,8 @@ class Attention(nn.Module):
     `kv_sharing_target_layer_name` has no cache of its own: it reads what that layer, an earlier
     one of the same shape, has written in the same step. has_sinks: each head has a score beside
     those of its keys, which `set_sinks` tells. attention_chunk_size: sequences are cut every so
-    many tokens, and a token sees its own piece alone.
+    many tokens, and a token sees its own piece alone. alibi_slopes: of each head, what the score
+    of a key is less by for each token between it and the query.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Attention(nn.Module):
         kv_sharing_target_layer_name: str | None = None,
         has_sinks: bool = False,
         attention_chunk_size: int | None = None,
+        alibi_slopes: list[float] | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
@@ -75,6 +78,8 @@ class Attention(nn.Module):
         self.attention_chunk_size = attention_chunk_size
         if attention_chunk_size is not None:
             facts["attention_chunk_size"] = attention_chunk_size
+        if alibi_slopes is not None:
+            facts["alibi"] = True
         self.backend: type[AttentionBackend] = get_attn_backend(
             ops.choose_attention(vllm_config.attention_config.backend, **facts),
             ops.batch_invariant,
@@ -82,6 +87,9 @@ class Attention(nn.Module):
         run: Callable[..., Tensor] = self.backend.run
         if attention_chunk_size is not None:
             run = partial(run, attention_chunk_size=attention_chunk_size)
+        if alibi_slopes is not None:
+            assert len(alibi_slopes) == num_heads, (prefix, alibi_slopes)
+            run = partial(run, alibi_slopes=torch.tensor(alibi_slopes, device=ops.device))
         self._run = run
         if self.backend.indexes_kv_by_block_stride():
             # Its pages may be padded, or packed with those of other layers.

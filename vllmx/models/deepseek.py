@@ -17,13 +17,17 @@ from vllmx.models.utils import layer_index
 
 
 def deepseek_mlp(config: HFConfig, *, prefix: str, **shared: Any) -> nn.Module:
-    """One MLP in the first layers and between those of moe_layer_freq, else experts."""
+    """One MLP in the first layers and between those of moe_layer_freq, or where mlp_layer_types
+    says so; else experts."""
     layer, experts = layer_index(prefix), config.read("n_routed_experts", (int, type(None)), None)
     first = config.read("first_k_dense_replace", int, 0)
-    if experts is None or layer < first or layer % config.read("moe_layer_freq", int, 1):
+    kinds = config.read("mlp_layer_types", (list, type(None)), None)
+    dense = layer < first or bool(layer % config.read("moe_layer_freq", int, 1))
+    if experts is None or (dense if kinds is None else kinds[layer] == "dense"):
         return LlamaMLP(config, prefix=prefix, **shared)
     inner = config.read("moe_intermediate_size", int)
-    groups, kept = config.read("n_group", int, 1), config.read("topk_group", int, 1)
+    groups = config.read("n_group", (int, type(None)), None) or 1
+    kept = config.read("topk_group", (int, type(None)), None) or 1
     check_groups(groups, kept, experts, config.origin)
     return SharedExpertsMoE(
         config,

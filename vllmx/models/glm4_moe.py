@@ -114,7 +114,7 @@ class Glm4MoeModel(LlamaModel):
 class Glm4MoeForCausalLM(LlamaForCausalLM):
     """GLM-4 MoE with its output head."""
 
-    model_cls = Glm4MoeModel
+    model_cls: type[nn.Module] = Glm4MoeModel
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Load a checkpoint's (name, tensor) pairs; CheckpointError where they don't fit."""

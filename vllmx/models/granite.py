@@ -27,7 +27,11 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
 
     def __init__(self, config: HFConfig, **shared: Any) -> None:
         super().__init__(config, **shared)
-        self.residual_multiplier = config.residual_multiplier
+        self.residual_multiplier = self.residual_of(config)
+
+    def residual_of(self, config: HFConfig) -> float:
+        """The config's."""
+        return config.residual_multiplier
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None

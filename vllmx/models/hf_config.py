@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 from vllmx.exceptions import CheckpointError
 from vllmx.models.hf_dense import (
     ALIASES,
-    ALL_SLIDING,
     DENSE_DEFAULTS,
     MINISTRAL3_DEFAULTS,
-    REMOTE_DEFAULTS,
-    SLIDING,
 )
+from vllmx.models.hf_latent import LATENT_ALIASES, LATENT_DEFAULTS
+from vllmx.models.hf_layers import layer_types
+from vllmx.models.hf_remote import REMOTE_ALIASES, REMOTE_DEFAULTS
 from vllmx.models.hf_sparse import SPARSE_ALIASES, SPARSE_DEFAULTS
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     **DENSE_DEFAULTS,
     **REMOTE_DEFAULTS,
     **SPARSE_DEFAULTS,
+    **LATENT_DEFAULTS,
     "llama": LLAMA_DEFAULTS,
     "mistral": LLAMA_DEFAULTS | {"max_position_embeddings": 131072, "sliding_window": 4096},
     "ministral3": MINISTRAL3_DEFAULTS,
@@ -96,6 +97,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": GEMMA3_DEFAULTS,
 }
 """What transformers assumes, by model_type, for keys that a config.json may leave out."""
+ALL_ALIASES = ALIASES | REMOTE_ALIASES | SPARSE_ALIASES | LATENT_ALIASES
+LOCAL_BASES = {"gemma3_text": "rope_local_base_freq", "plamo3": "rope_local_theta"}
+"""Where families that rotate each kind of layer in its own way keep the base of those with a
+window."""
 
 
 class MissingKeyError(CheckpointError, AttributeError):
@@ -183,15 +188,23 @@ def _normalise(config: HFConfig) -> None:
     config.read("architectures", list, [])
     config.read("model_type", str, "")
     family = values.get("model_type", "")
-    for key, theirs in (ALIASES | SPARSE_ALIASES).get(family, {}).items():
-        if values.get(theirs) is not None:
-            values.setdefault(key, values[theirs])
+    for key, theirs in ALL_ALIASES.get(family, {}).items():
+        if (value := _value_at(values, theirs)) is not None:
+            values.setdefault(key, value)
     for key, value in DEFAULTS.get(family, {}).items():
         values.setdefault(key, value)
     values.setdefault("dtype", values.get("torch_dtype"))
     if "num_attention_heads" in values:
         _derive_attention(config)
     values["rope_parameters"] = _rope_parameters(config)
+
+
+def _value_at(values: dict[str, Any], path: str) -> Any:
+    """The value of `path`, keys of dicts within dicts with dots between; None where one lacks."""
+    found: Any = values
+    for key in path.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 def _derive_attention(config: HFConfig) -> None:
@@ -217,43 +230,12 @@ def _derive_attention(config: HFConfig) -> None:
         period = config.read("no_rope_layer_interval", int)
         values["no_rope_layers"] = [int((i + 1) % period != 0) for i in range(layers)]
     if values.get("layer_types") is None:
-        values["layer_types"] = _layer_types(config, layers)
+        values["layer_types"] = layer_types(config, values, layers)
     if len(values["layer_types"]) != layers:
         raise CheckpointError(
             f"{config.origin}: layer_types names {len(values['layer_types'])} layers, "
             f"num_hidden_layers is {layers}."
         )
-
-
-def _layer_types(config: HFConfig, layers: int) -> list[str]:
-    """Kind of attention of each layer, where config.json leaves it to the model type."""
-    values = config._values
-    full, sliding = "full_attention", "sliding_attention"
-    if values.get("model_type") == "gemma3_text":
-        period = values.get("_sliding_window_pattern") or values["sliding_window_pattern"]
-        return [full if (i + 1) % period == 0 else sliding for i in range(layers)]
-    if values.get("attention_chunk_size") is not None and "no_rope_layers" in values:
-        return ["chunked_attention" if rotated else full for rotated in values["no_rope_layers"]]
-    if values.get("model_type") == "cwm":
-        return [full if i % 4 == 0 else sliding for i in range(layers)]
-    if values.get("sliding_window") is not None and values.get("model_type") in SLIDING:
-        period = values.get("sliding_window_pattern") or SLIDING[values["model_type"]]
-        if isinstance(period, str):  # one letter a layer: L for local
-            return [sliding if period[i % len(period)] == "L" else full for i in range(layers)]
-        return [full if (i + 1) % period == 0 else sliding for i in range(layers)]
-    if "full_attention_interval" in values:
-        period = config.read("full_attention_interval", int)
-        return [full if (i + 1) % period == 0 else "linear_attention" for i in range(layers)]
-    if values.get("sliding_window") is None:
-        return [full] * layers
-    if values.get("model_type") == "smollm3":  # layers that do not rotate have the window
-        use = values["use_sliding_window"]
-        return [sliding if use and not r else full for r in values["no_rope_layers"]]
-    if "use_sliding_window" in values:  # Qwen: the first layers stay full
-        if not values["use_sliding_window"]:
-            return [full] * layers
-        return [sliding if i >= values["max_window_layers"] else full for i in range(layers)]
-    return [sliding if values.get("model_type") in ALL_SLIDING else full] * layers
 
 
 def _rope_parameters(config: HFConfig) -> dict[str, Any]:
@@ -266,11 +248,12 @@ def _rope_parameters(config: HFConfig) -> dict[str, Any]:
     kinds = {"full_attention", "sliding_attention"}
     if given and set(given) <= kinds:
         return {kind: _one_rope(config, given[kind] or {}, "rope_theta") for kind in given}
-    if config._values.get("model_type") != "gemma3_text":
+    local = LOCAL_BASES.get(config._values.get("model_type", ""))
+    if local is None:
         return _one_rope(config, given or {}, "rope_theta")
     return {
         "full_attention": _one_rope(config, given or {}, "rope_theta"),
-        "sliding_attention": _one_rope(config, {}, "rope_local_base_freq"),
+        "sliding_attention": _one_rope(config, {}, local),
     }
 
 

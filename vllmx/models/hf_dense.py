@@ -52,6 +52,7 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "arcee": LLAMA_LIKE
     | {"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "bloom": GPT | {"hidden_act": "gelu", "tie_word_embeddings": True},
     "cohere": COHERE | {"use_qk_norm": False, "rope_theta": 500000.0},
     "cohere2": COHERE | {"sliding_window": 4096, "sliding_window_pattern": 4},
     "cwm": LLAMA_LIKE
@@ -147,6 +148,14 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8192,
         "attention_bias": True,
     },
+    "mpt": COMMON
+    | {
+        "hidden_act": "gelu",
+        "tie_word_embeddings": True,
+        "mlp_bias": False,
+        "clip_qkv": None,
+        "alibi_bias_max": 8,
+    },
     "nemotron": COMMON
     | {
         "hidden_act": "relu2",
@@ -225,16 +234,6 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What transformers assumes, by model_type, for keys that a config.json may leave out."""
 
-REMOTE_DEFAULTS: dict[str, dict[str, Any]] = {
-    "chatglm": LLAMA_LIKE | {"rms_norm_eps": 1e-5},
-    "internlm2": LLAMA_LIKE,
-    "mimo": LLAMA_LIKE | {"max_position_embeddings": 32768},
-    "minicpm": LLAMA_LIKE | {"scale_emb": 1.0, "scale_depth": 1.0, "dim_model_base": 1},
-    "orion": LLAMA_LIKE | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-    "telechat": LLAMA_LIKE | {"rms_norm_eps": 1e-5},
-}
-"""The same for families that transformers has no class for: what their own code assumes."""
-
 MINISTRAL3_DEFAULTS = LLAMA_LIKE | {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 262144,
@@ -261,15 +260,11 @@ _GPT_NAMES = {
     "layer_norm_eps": "layer_norm_epsilon",
 }
 ALIASES: dict[str, dict[str, str]] = {
-    "chatglm": {
-        "vocab_size": "padded_vocab_size",
-        "num_hidden_layers": "num_layers",
-        "intermediate_size": "ffn_hidden_size",
-        "head_dim": "kv_channels",
-        "rms_norm_eps": "layernorm_epsilon",
-        "max_position_embeddings": "seq_length",
-        "mlp_bias": "add_bias_linear",
-        "num_key_value_heads": "multi_query_group_num",
+    "bloom": {
+        "hidden_size": "n_embed",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "layer_norm_eps": "layer_norm_epsilon",
     },
     "exaone": {
         "num_hidden_layers": "num_layers",
@@ -287,14 +282,16 @@ ALIASES: dict[str, dict[str, str]] = {
     "gpt_bigcode": _GPT_NAMES,
     "gpt_neox": {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},
     "gptj": _GPT_NAMES,
-    "internlm2": {"attention_bias": "bias"},
-    "telechat": {
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "intermediate_size": "ffn_hidden_size",
-        "rms_norm_eps": "layer_norm_epsilon",
-    },
     "internlm3": {"attention_bias": "qkv_bias", "mlp_bias": "bias"},
+    "mpt": {
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+        "max_position_embeddings": "max_seq_len",
+        "num_key_value_heads": "attn_config.kv_n_heads",
+        "clip_qkv": "attn_config.clip_qkv",
+        "alibi_bias_max": "attn_config.alibi_bias_max",
+    },
     "nemotron": {"layer_norm_eps": "norm_eps"},
     "opt": {"hidden_act": "activation_function", "intermediate_size": "ffn_dim"},
     "starcoder2": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllmx.models.hf_dense import LLAMA_LIKE
+from vllmx.models.hf_dense import COHERE, COMMON, LLAMA_LIKE
 
 QWEN_MOE = LLAMA_LIKE | {
     "max_position_embeddings": 32768,
@@ -35,6 +35,30 @@ SPARSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
         "mup_enabled": False,
+    },
+    "cohere2_moe": COHERE
+    | {
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "prefix_dense_sliding_window_pattern": 1,
+        "prefix_dense_intermediate_size": None,
+        "rms_norm_eps": None,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_shared_experts": 0,
+        "shared_expert_combination_strategy": "average",
+        "expert_selection_fn": "softmax",
+        "norm_topk_prob": True,
+    },
+    "dbrx": COMMON
+    | {
+        "hidden_act": "silu",
+        "clip_qkv": None,
+        "num_key_value_heads": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 3584,
     },
     "deepseek": LLAMA_LIKE
     | {
@@ -95,6 +119,43 @@ SPARSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 0,
     },
     "hunyuan_v1_moe": LLAMA_LIKE | {"rms_norm_eps": 1e-5, "num_experts": 1, "moe_topk": 1},
+    "hy_v3": LLAMA_LIKE
+    | {
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 11158840.0,
+        "moe_intermediate_size": 1536,
+        "num_experts": 192,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "router_scaling_factor": 2.826,
+        "route_norm": True,
+        "qk_norm": True,
+    },
+    "laguna": LLAMA_LIKE
+    | {
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "gating": True,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_routed_scaling_factor": 1.0,
+        "moe_router_logit_softcapping": 0.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 500000.0,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
     "mellum": LLAMA_LIKE
     | {
         "head_dim": 128,
@@ -131,6 +192,25 @@ SPARSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "router_jitter_noise": 0.01,
         "lm_head_bias": False,
         "rope_theta": 1000000.0,
+    },
+    "sarvam_moe": LLAMA_LIKE
+    | {
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rope_theta": 8000000.0,
+        "moe_intermediate_size": 1024,
+        "num_experts": 128,
+        "num_experts_per_tok": 6,
+        "num_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "use_qk_norm": True,
+        "score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
     },
     "glm4_moe": LLAMA_LIKE
     | {
@@ -234,6 +314,19 @@ SPARSE_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 SPARSE_ALIASES: dict[str, dict[str, str]] = {
     "afmoe": {"sliding_window_pattern": "global_attn_every_n_layers"},
+    "dbrx": {
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+        "max_position_embeddings": "max_seq_len",
+        "num_key_value_heads": "attn_config.kv_n_heads",
+        "clip_qkv": "attn_config.clip_qkv",
+        "rope_theta": "attn_config.rope_theta",
+        "hidden_act": "ffn_config.ffn_act_fn.name",
+        "num_experts": "ffn_config.moe_num_experts",
+        "num_experts_per_tok": "ffn_config.moe_top_k",
+        "moe_intermediate_size": "ffn_config.ffn_hidden_size",
+    },
     "ernie4_5_moe": {
         "mlp_bias": "use_bias",
         "moe_num_experts": "num_experts",
@@ -241,6 +334,7 @@ SPARSE_ALIASES: dict[str, dict[str, str]] = {
     },
     "flex_olmo": {"num_experts": "num_local_experts"},
     "hunyuan_v1_moe": {"moe_topk": "num_experts_per_tok", "num_experts": "num_local_experts"},
+    "hy_v3": {"moe_intermediate_size": "expert_hidden_dim", "num_experts": "num_local_experts"},
     "mellum": {"num_experts": "num_local_experts"},
     "minimax_m2": {"num_local_experts": "num_experts"},
     "phimoe": {"layer_norm_eps": "rms_norm_eps"},
@@ -249,6 +343,11 @@ SPARSE_ALIASES: dict[str, dict[str, str]] = {
         "num_nextn_predict_layers": "num_mtp_layers",
     },
     "gpt_oss": {"num_local_experts": "num_experts"},
+    "sarvam_moe": {
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "use_qkv_bias": "attention_bias",
+    },
     "mixtral": {"num_local_experts": "num_experts"},
     "olmoe": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_experts": "num_local_experts"},

@@ -77,10 +77,9 @@ class LlamaAttention(nn.Module):
         self, config: HFConfig, *, vllm_config: VllmConfig, ops: OpTable, prefix: str
     ) -> None:
         super().__init__()
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        head_dim = config.head_dim
+        layer, head_dim = layer_index(prefix), config.head_dim
+        heads, kv_heads = self.heads_of(config, layer)
         self.q_size, self.kv_size = heads * head_dim, kv_heads * head_dim
-        layer = layer_index(prefix)
         qkv_bias, o_bias = self.biases(config)
         shared: dict[str, Any] = {"vllm_config": vllm_config, "ops": ops}
         self.qkv_proj = QKVParallelLinear(
@@ -108,6 +107,10 @@ class LlamaAttention(nn.Module):
             **shared,
         )
         self.fused_qkv = self.fused(ops)
+
+    def heads_of(self, config: HFConfig, layer: int) -> tuple[int, int]:
+        """How many heads this layer has: of queries, and of keys and values."""
+        return config.num_attention_heads, config.num_key_value_heads
 
     def biases(self, config: HFConfig) -> tuple[bool, bool]:
         """Whether the projections to queries, keys and values have biases, and the one after."""

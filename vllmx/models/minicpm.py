@@ -33,8 +33,10 @@ class MiniCPMDecoderLayer(GraniteDecoderLayer):
         super().__init__(config, **shared)
         if config.read("num_experts", int, 0):
             raise CheckpointError(f"{config.origin}: num_experts is set, which is not supported.")
-        depth = config.read("scale_depth", float)
-        self.residual_multiplier = depth / config.num_hidden_layers**0.5
+
+    def residual_of(self, config: HFConfig) -> float:
+        """scale_depth over the root of the depth."""
+        return config.read("scale_depth", float) / config.num_hidden_layers**0.5
 
 
 class MiniCPMModel(GraniteModel):

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vllmx.ir.select import OpTable
 from vllmx.layers.fused_qkv import FusedQKV
 from vllmx.layers.layernorm import RMSNorm
 from vllmx.models.hf_config import HFConfig
@@ -25,12 +26,17 @@ class Qwen3Attention(LlamaAttention):
     def __init__(self, config: HFConfig, **shared: Any) -> None:
         super().__init__(config, **shared)
         self.head_dim = config.head_dim
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, shared["ops"])
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, shared["ops"])
+        self.q_norm = self.head_norm(config, shared["ops"])
+        self.k_norm = self.head_norm(config, shared["ops"])
         if self.rotary_emb is not None:
             self.fused_qkv = FusedQKV.of(
                 self.attn, self.rotary_emb, shared["ops"], self.q_norm, self.k_norm
             )
+
+    @staticmethod
+    def head_norm(config: HFConfig, ops: OpTable) -> RMSNorm:
+        """The norm of a head, as the family has it."""
+        return RMSNorm(config.head_dim, config.rms_norm_eps, ops)
 
     def prepare(self, positions: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:
         """Norm each head of qk, [T, q_size + kv_size], then rotate."""

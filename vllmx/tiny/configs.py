@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllmx.tiny.dense_configs import DENSE_FAMILIES
+from vllmx.tiny.dense_configs import DENSE_FAMILIES, NULL
 from vllmx.tiny.head_sizes import HEAD_SIZES
+from vllmx.tiny.latent import LATENT_FAMILIES
 from vllmx.tiny.sparse import SPARSE_FAMILIES
 from vllmx.tiny.sparse_configs import MORE_SPARSE
 from vllmx.tiny.twins import TWIN_FAMILIES
@@ -120,6 +121,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     **SPARSE_FAMILIES,
     **MORE_SPARSE,
+    **LATENT_FAMILIES,
     **TWIN_FAMILIES,
 }
 """Name -> what its config.json says beside SIZES, which a text_config takes where there is one."""
@@ -133,6 +135,7 @@ def config_of(name: str) -> dict[str, Any]:
     family, own = FAMILIES[name], HEAD_SIZES.get(name, {})
     if "text_config" not in family:
         said = {**SIZES, **family, **own}
-        return {key: value for key, value in said.items() if value is not None}
+        kept = {key: value for key, value in said.items() if value is not None}
+        return {key: None if value is NULL else value for key, value in kept.items()}
     text = {**SIZES, **family["text_config"], **own}
     return {**family, "dtype": SIZES["dtype"], "text_config": text}

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny models of dense families: what config.json of each says beside the common sizes.
 
-A value of None takes a key of the common sizes away, where the family has another name for it.
+A value of None takes a key of the common sizes away, where the family has another name for it; NULL
+is a key that says null.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+NULL: Any = ...
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 SILU = {"hidden_act": "silu", "tie_word_embeddings": False, "rope_parameters": ROPE}
 GEMMA = {
@@ -41,6 +43,16 @@ GPT = {  # other names of the common sizes
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
 }
+OTHER_NAMES = {
+    "num_hidden_layers": None,
+    "num_attention_heads": None,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "intermediate_size": None,
+    "max_position_embeddings": None,
+    "rms_norm_eps": None,
+}
+"""The common sizes but the hidden one, where a family calls them otherwise or has none."""
 LAYER_NORM = {"rms_norm_eps": None, "layer_norm_eps": 1e-5}
 PARTIAL = {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
 WINDOWS = {
@@ -56,6 +68,18 @@ BOTH_ROPES = {
 DENSE_FAMILIES: dict[str, dict[str, Any]] = {
     "tiny-apertus": family("ApertusForCausalLM", "apertus", SILU, {"hidden_act": "xielu"}),
     "tiny-arcee": family("ArceeForCausalLM", "arcee", SILU, {"hidden_act": "relu2"}),
+    "tiny-bloom": family(
+        "BloomForCausalLM",
+        "bloom",
+        OTHER_NAMES,
+        {
+            "hidden_size": 384,
+            "n_layer": 4,
+            "n_head": 6,
+            "layer_norm_epsilon": 1e-5,
+            "tie_word_embeddings": True,
+        },
+    ),
     "tiny-cohere": family(
         "CohereForCausalLM",
         "cohere",
@@ -244,6 +268,20 @@ DENSE_FAMILIES: dict[str, dict[str, Any]] = {
                 "original_max_position_embeddings": 64,
                 "llama_4_scaling_beta": 0.1,
             },
+        },
+    ),
+    "tiny-mpt": family(
+        "MptForCausalLM",
+        "mpt",
+        OTHER_NAMES,
+        {
+            "hidden_size": None,
+            "d_model": 320,
+            "n_layers": 4,
+            "n_heads": 4,
+            "max_seq_len": 1024,
+            "tie_word_embeddings": True,
+            "attn_config": {"alibi": True, "alibi_bias_max": 8, "clip_qkv": 2.5},
         },
     ),
     "tiny-nemotron": family(

@@ -3,7 +3,9 @@
 
 V vocabulary, H hidden size, I inner size, D size of a head, N heads, M key/value heads, Q and K all
 elements of queries and of keys, P positions, E experts, J their inner size, S that of what all
-tokens share, G that of layers without experts; a number before a letter multiplies it, `A+B` adds.
+tokens share, G that of layers without experts; of latent attention A and B the sizes of the latents
+of queries and of keys, R the rotated part of a key, X all of a key, W a value, Y what of both comes
+of the latent. What stands side by side is multiplied, `+` adds.
 """
 
 from __future__ import annotations
@@ -86,6 +88,17 @@ LAYOUTS: dict[str, Layout] = {
         | {f"mlp.act_fn.{name}": "" for name in ("beta", "eps")}
     ),
     "arcee": Layout(QKV | OUT | PLAIN | NORMS),
+    "bloom": Layout(
+        with_biases(
+            NORMS,
+            named("3H H", "self_attention.query_key_value"),
+            named("H H", "self_attention.dense"),
+            NEOX_MLP,
+        ),
+        layers=TRANSFORMER,
+        outer=named("V H", "transformer.word_embeddings")
+        | with_biases(named("H", "transformer.word_embeddings_layernorm", "transformer.ln_f")),
+    ),
     "cohere": Layout(
         QKV
         | OUT
@@ -179,6 +192,15 @@ LAYOUTS: dict[str, Layout] = {
     "internlm3": Layout(with_biases(QKV, OUT, GATED) | NORMS),
     "iquestcoder": Layout(LLAMA),
     "jais2": Layout(with_biases(QKV, OUT, PLAIN, NORMS), outer=ENDS),
+    "mpt": Layout(
+        named("H", "norm_1", "norm_2")
+        | named("3H H", "attn.Wqkv")
+        | named("H H", "attn.out_proj")
+        | named("I H", "ffn.up_proj")
+        | named("H I", "ffn.down_proj"),
+        layers="transformer.blocks",
+        outer=named("V H", "transformer.wte") | named("H", "transformer.norm_f"),
+    ),
     "nemotron": Layout(QKV | OUT | PLAIN | with_biases(NORMS), outer=ENDS),
     "olmo": Layout(QKV | OUT | GATED, outer=EMBED),
     "olmo2": Layout(
@@ -246,6 +268,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 SHARED = ("num_shared_experts", "moe_num_shared_experts", "num_shared_expert", "n_shared_experts")
+DENSE_SIZES = ("intermediate_size_mlp", "prefix_dense_intermediate_size")
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -266,33 +289,57 @@ def shapes_of(layout: Layout, config: dict[str, Any]) -> dict[str, tuple[int, ..
         "E": next((read.read(key, int) for key in COUNTS if key in read), 0),
         "J": read.read("moe_intermediate_size", int, read.read("intermediate_size", int, 0)),
         "S": shared_size(read),
-        "G": read.read("intermediate_size_mlp", int, 0),
+        **latent_sizes(read),
+        "G": next((read.read(key, int) for key in DENSE_SIZES if key in read), 0),
     }
 
     def size(text: str) -> int:
-        parts = [re.fullmatch(r"(\d*)([A-Z]?)", part) for part in text.split("+")]
+        parts = [re.fullmatch(r"(\d*)([A-Z]*)", part) for part in text.split("+")]
         return sum(
-            math.prod([int(part[1] or 1), sizes[part[2]] if part[2] else 1])
+            math.prod([int(part[1] or 1), *(sizes[letter] for letter in part[2])])
             for part in parts
             if part
         )
 
-    found = dict(layout.outer)
+    def shaped(group: Named) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(map(size, shape.split())) for name, shape in group.items()}
+
+    found = shaped(layout.outer)
+    own_heads = read.read("num_attention_heads_per_layer", (list, type(None)), None)
     for i in range(read.num_hidden_layers):
+        if own_heads is not None:
+            sizes |= {"N": own_heads[i], "Q": own_heads[i] * head}
         kind = layout.sparse if layout.is_sparse(read, i) else layout.dense
         for name, shape in (layout.layer | kind).items():
             names = [name.replace("{e}", str(e)) for e in range(sizes["E"] if "{e}" in name else 1)]
-            found |= {f"{layout.layers}.{i}.{each}": shape for each in names}
+            found |= shaped({f"{layout.layers}.{i}.{each}": shape for each in names})
     if not read.tie_word_embeddings:
-        found |= layout.head
-    return {name: tuple(map(size, shape.split())) for name, shape in found.items()}
+        found |= shaped(layout.head)
+    return found
+
+
+def latent_sizes(config: HFConfig) -> dict[str, int]:
+    """The letters of latent attention; 0 where there is none."""
+    names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    q_rank, kv_rank, rope, nope, value = (
+        config.read(name, (int, type(None)), None) or 0 for name in names
+    )
+    return {
+        "A": q_rank,
+        "B": kv_rank,
+        "R": rope,
+        "W": value,
+        "X": nope + rope,
+        "Y": nope + value,
+    }
 
 
 def shared_size(config: HFConfig) -> int:
     """Inner size of the experts that every token takes; 0 where there are none."""
     inner = config.read("moe_intermediate_size", int, 0)
     count = next((config.read(key, int) for key in SHARED if key in config), 1)
-    return config.read("shared_intermediate_size", int, inner * count)
+    sizes = ("shared_intermediate_size", "shared_expert_intermediate_size")
+    return next((config.read(key, int) for key in sizes if key in config.raw), inner * count)
 
 
 LAYOUTS["olmo3"] = LAYOUTS["olmo2"]

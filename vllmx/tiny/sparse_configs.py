@@ -5,11 +5,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllmx.tiny.dense_configs import NO_HEAD_DIM, PARTIAL, ROPE, SILU, WINDOWS, family
+from vllmx.tiny.dense_configs import (
+    NO_HEAD_DIM,
+    OTHER_NAMES,
+    PARTIAL,
+    ROPE,
+    SILU,
+    WINDOWS,
+    family,
+)
 
 EIGHT = {"num_local_experts": 8, "num_experts_per_tok": 2}
 NARROW = {"moe_intermediate_size": 64}
 ONE_DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+
+BAILING = {
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_qk_norm": True,
+    "use_rmsnorm": True,
+    "embedding_dropout": 0.0,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "router_dtype": "fp32",
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+"""What upstream's class wants to be told of Bailing's second generation and its relatives."""
 
 MORE_SPARSE: dict[str, dict[str, Any]] = {
     "tiny-afmoe": family(
@@ -30,6 +56,51 @@ MORE_SPARSE: dict[str, dict[str, Any]] = {
             "n_group": 1,
             "topk_group": 1,
             "mup_enabled": True,
+        },
+    ),
+    "tiny-cohere2_moe": family(
+        "Cohere2MoeForCausalLM",
+        "cohere2_moe",
+        SILU,
+        {
+            "head_dim": 80,
+            "intermediate_size": 64,
+            "tie_word_embeddings": True,
+            "logit_scale": 0.5,
+            "pad_token_id": 0,
+            "sliding_window": 24,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            **ONE_DENSE,
+            "prefix_dense_intermediate_size": 96,
+            "prefix_dense_sliding_window_pattern": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 2,
+            "shared_expert_combination_strategy": "average",
+            "expert_selection_fn": "sigmoid",
+            "norm_topk_prob": True,
+        },
+    ),
+    "tiny-dbrx": family(
+        "DbrxForCausalLM",
+        "dbrx",
+        OTHER_NAMES,
+        {
+            "hidden_size": None,
+            "d_model": 256,
+            "n_layers": 4,
+            "n_heads": 4,
+            "max_seq_len": 1024,
+            "tie_word_embeddings": False,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.5, "rope_theta": 10000.0},
+            "ffn_config": {
+                "ffn_act_fn": {"name": "silu"},
+                "ffn_hidden_size": 64,
+                "moe_num_experts": 8,
+                "moe_top_k": 3,
+                "moe_normalize_expert_weights": 1.0,
+            },
+            "rope_parameters": ROPE,  # transformers reads this, and upstream attn_config
         },
     ),
     "tiny-ernie4_5_moe": family(
@@ -117,6 +188,51 @@ MORE_SPARSE: dict[str, dict[str, Any]] = {
             "use_cla": False,
         },
     ),
+    "tiny-hy_v3": family(
+        "HYV3ForCausalLM",
+        "hy_v3",
+        SILU,
+        NARROW,
+        ONE_DENSE,
+        {
+            "head_dim": 96,
+            "qk_norm": True,
+            "first_k_dense_replace": 1,  # upstream reads this and the next one
+            "expert_hidden_dim": 64,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "num_shared_experts": 1,
+            "route_norm": True,
+            "router_scaling_factor": 1.5,
+        },
+    ),
+    "tiny-laguna": family(
+        "LagunaForCausalLM",
+        "laguna",
+        SILU,
+        WINDOWS,
+        NARROW,
+        ONE_DENSE,
+        {
+            "head_dim": 64,
+            "num_attention_heads_per_layer": [4, 2, 6, 4],
+            "gating": True,
+            "mlp_only_layers": [0],  # upstream reads this, and transformers mlp_layer_types
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 96,
+            "moe_routed_scaling_factor": 1.5,
+            "moe_router_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "sliding_attention": ROPE,
+                "full_attention": {
+                    "rope_type": "default",
+                    "rope_theta": 1000000.0,
+                    "partial_rotary_factor": 0.5,
+                },
+            },
+        },
+    ),
     "tiny-mellum": family(
         "MellumForCausalLM",
         "mellum",
@@ -167,6 +283,14 @@ MORE_SPARSE: dict[str, dict[str, Any]] = {
             "sliding_window": None,
             "router_jitter_noise": 0.01,
         },
+    ),
+    "tiny-sarvam_moe": family(
+        "SarvamMoEForCausalLM",
+        "sarvam_moe",
+        SILU,
+        NARROW,
+        BAILING,
+        {"head_dim": 64, "first_k_dense_replace": 1, "num_shared_experts": 1},
     ),
     "tiny-gpt_oss": family(
         "GptOssForCausalLM",

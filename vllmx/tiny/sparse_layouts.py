@@ -39,11 +39,18 @@ def by_kind(config: HFConfig, layer: int) -> bool:
     return config.mlp_layer_types[layer] == "sparse"
 
 
+def behind_first(config: HFConfig, layer: int) -> bool:
+    """Whether the layer lies behind the first_k_dense_replace ones."""
+    return layer >= config.first_k_dense_replace
+
+
 GATE = named("E H", "mlp.gate")
 EACH = one_by_one("mlp.experts")
 SHARED = gated("mlp.shared_experts", "S")
 WHOLE_NORMS = named("Q", "self_attn.q_norm") | named("K", "self_attn.k_norm")
 MIXTRAL = named("E H", "block_sparse_moe.gate") | one_by_one("block_sparse_moe.experts", "w1 w3 w2")
+BAILING = named("Q+2K H", "attention.query_key_value") | named("H Q", "attention.dense") | NORMS
+BAILING_ENDS = named("V H", "model.word_embeddings") | named("H", "model.norm")
 
 SPARSE_LAYOUTS: dict[str, Layout] = {
     "afmoe": Layout(
@@ -56,6 +63,21 @@ SPARSE_LAYOUTS: dict[str, Layout] = {
         sparse=named("E H", "mlp.router.gate") | {"mlp.expert_bias": "E"} | EACH | SHARED,
         dense=GATED,
         is_sparse=lambda config, layer: layer >= config.num_dense_layers,
+    ),
+    "cohere2_moe": Layout(
+        QKV | OUT | named("H", "input_layernorm"),
+        sparse=GATE | EACH | gated("mlp.shared_experts", "2I"),
+        dense=gated("mlp", "G"),
+        is_sparse=by_kind,
+    ),
+    "dbrx": Layout(
+        named("Q+2K H", "norm_attn_norm.attn.Wqkv")
+        | named("H Q", "norm_attn_norm.attn.out_proj")
+        | named("H", "norm_attn_norm.norm_1", "norm_attn_norm.norm_2")
+        | named("E H", "ffn.router.layer")
+        | {f"ffn.experts.mlp.{name}": "EJ H" for name in ("w1", "v1", "w2")},
+        layers="transformer.blocks",
+        outer=named("V H", "transformer.wte") | named("H", "transformer.norm_f"),
     ),
     "ernie4_5_moe": Layout(
         QKV | OUT | NORMS,
@@ -91,6 +113,24 @@ SPARSE_LAYOUTS: dict[str, Layout] = {
         | EACH
         | gated("mlp.shared_mlp", "S")
     ),
+    "hy_v3": Layout(
+        QKV | OUT | NORMS | HEAD_NORMS,
+        sparse=named("E H", "mlp.router.gate")
+        | {"mlp.expert_bias": "E"}
+        | EACH
+        | gated("mlp.shared_mlp", "S"),
+        dense=GATED,
+        is_sparse=by_kind,
+    ),
+    "laguna": Layout(
+        QKV | OUT | NORMS | HEAD_NORMS | named("N H", "self_attn.g_proj"),
+        sparse=GATE
+        | {"mlp.experts.e_score_correction_bias": "E"}
+        | EACH
+        | gated("mlp.shared_expert", "S"),
+        dense=GATED,
+        is_sparse=by_kind,
+    ),
     "mellum": Layout(
         QKV | OUT | NORMS | HEAD_NORMS, sparse=GATE | EACH, dense=GATED, is_sparse=by_kind
     ),
@@ -105,6 +145,13 @@ SPARSE_LAYOUTS: dict[str, Layout] = {
     "phimoe": Layout(
         with_biases(QKV, OUT, NORMS) | MIXTRAL,
         outer=ENDS,
+    ),
+    "sarvam_moe": Layout(
+        BAILING | named("D", "attention.query_layernorm", "attention.key_layernorm"),
+        sparse=GATE | {"mlp.gate.expert_bias": "E"} | EACH | SHARED,
+        dense=GATED,
+        is_sparse=behind_first,
+        outer=BAILING_ENDS,
     ),
     "gpt_oss": Layout(
         with_biases(QKV, OUT, named("E H", "mlp.router"))

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllmx.tiny.decilm import decilm_shapes
 from vllmx.tiny.dense_tensors import LAYOUTS as DENSE_LAYOUTS
 from vllmx.tiny.dense_tensors import Layout, shapes_of
+from vllmx.tiny.latent import LATENT_LAYOUTS
 from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
 from vllmx.tiny.sparse import sparse_attention, sparse_mlp
 from vllmx.tiny.sparse_layouts import SPARSE_LAYOUTS
 from vllmx.tiny.twins import TWIN_LAYOUTS
 
-LAYOUTS = DENSE_LAYOUTS | SPARSE_LAYOUTS | TWIN_LAYOUTS
+LAYOUTS = DENSE_LAYOUTS | SPARSE_LAYOUTS | LATENT_LAYOUTS | TWIN_LAYOUTS
 """By model_type or, before that, by architecture: families whose tensors are written in letters."""
 
 Shapes = dict[str, tuple[int, ...]]
@@ -22,6 +24,8 @@ Shapes = dict[str, tuple[int, ...]]
 def shapes(config: dict[str, Any]) -> Shapes:
     """Name -> shape of every tensor of a checkpoint with this config."""
     text = config.get("text_config", config)
+    if "block_configs" in text:
+        return decilm_shapes(text)
     if (layout := layout_of(config)) is not None:
         return shapes_of(layout, text)
     hidden, model = text["hidden_size"], "model"

@@ -8,8 +8,6 @@ reads and what transformers reads beside it, under the model_type that transform
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,29 +26,9 @@ from vllmx.tiny.dense_tensors import (
     named,
     with_biases,
 )
+from vllmx.tiny.more_twins import MORE_TWIN_FAMILIES, MORE_TWIN_LAYOUTS, MORE_TWINS
 from vllmx.tiny.sparse_layouts import EACH, GATE, SHARED
-
-Tensors = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Twin:
-    """config: what the twin's config.json says instead; renamed: part of a name -> the twin's;
-    adapt: (name, tensor, config) -> tensors under the twin's names, before that."""
-
-    config: dict[str, Any]
-    renamed: dict[str, str]
-    adapt: Callable[[str, np.ndarray, dict[str, Any]], Tensors] = lambda name, x, config: {name: x}
-
-    def tensors(self, tensors: Tensors, config: dict[str, Any]) -> Tensors:
-        """The twin's tensors."""
-        found: Tensors = {}
-        for source, tensor in tensors.items():
-            for name, part in self.adapt(source, tensor, config).items():
-                for theirs, ours in self.renamed.items():
-                    name = name.replace(theirs, ours)
-                found[name] = np.ascontiguousarray(part)
-        return found
+from vllmx.tiny.twin import Tensors, Twin
 
 
 def _internlm2(name: str, x: np.ndarray, config: dict[str, Any]) -> Tensors:
@@ -107,6 +85,7 @@ def _telechat2(name: str, x: np.ndarray, config: dict[str, Any]) -> Tensors:
 
 
 TWIN_FAMILIES: dict[str, dict[str, Any]] = {
+    **MORE_TWIN_FAMILIES,
     "tiny-chatglm": family(
         "ChatGLMModel",
         "chatglm",
@@ -206,6 +185,7 @@ TWIN_FAMILIES: dict[str, dict[str, Any]] = {
 """As FAMILIES of vllmx/tiny/configs.py."""
 
 TWIN_LAYOUTS: dict[str, Layout] = {
+    **MORE_TWIN_LAYOUTS,
     "ChatGLMModel": Layout(
         with_biases(named("Q+2K H", "self_attention.query_key_value"))
         | named("H Q", "self_attention.dense")
@@ -248,6 +228,7 @@ TWIN_LAYOUTS: dict[str, Layout] = {
 """By architecture: their model_type is another family's."""
 
 TWINS: dict[str, Twin] = {
+    **MORE_TWINS,
     "tiny-chatglm": Twin(
         family(
             "GlmForCausalLM",

@@ -20,6 +20,7 @@ from torch import Tensor
 from vllmx.attention.backend import (
     NO_CHUNKS,
     NO_SINKS,
+    NO_SLOPES,
     AttentionBackend,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -294,6 +295,8 @@ class FlashInferBackend(AttentionBackend):
             return NO_SINKS
         if facts.get("attention_chunk_size"):
             return NO_CHUNKS
+        if facts.get("alibi"):
+            return NO_SLOPES
         head_size = facts.get("head_size", HEAD_SIZES[0])
         if head_size not in HEAD_SIZES:
             return f"has kernels for heads of {', '.join(map(str, HEAD_SIZES))}, not of {head_size}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from vllmx.attention.backend import (
     NO_CHUNKS,
     NO_SINKS,
+    NO_SLOPES,
     AttentionBackend,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -76,6 +77,8 @@ class NativeBackend(AttentionBackend):
             return NO_SINKS
         if facts.get("attention_chunk_size"):
             return NO_CHUNKS
+        if facts.get("alibi"):
+            return NO_SLOPES
         if facts.get("head_size", 0) > MAX_HEAD_SIZE:
             return f"holds heads of at most {MAX_HEAD_SIZE} elements, not {facts['head_size']}"
         if facts.get("kv_cache_dtype", torch.float32) != torch.float32:

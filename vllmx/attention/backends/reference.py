@@ -55,6 +55,7 @@ class ReferenceBackend(AttentionBackend):
         v_scale: float = 1.0,
         sinks: Tensor | None = None,
         attention_chunk_size: int | None = None,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend.run."""
         return paged_attention.fn(
@@ -71,4 +72,5 @@ class ReferenceBackend(AttentionBackend):
             v_scale,
             sinks,
             attention_chunk_size,
+            alibi_slopes,
         )

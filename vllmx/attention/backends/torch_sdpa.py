@@ -34,7 +34,8 @@ class DecodeGroup:
     [num_requests * length], where their keys lie in the cache; first_slot: where the keys of a
     request that is alone lie side by side, so that they are looked at without a copy, else None;
     mask: [num_requests, 1, 1, length] or None where nothing is hidden. What is hidden is read from
-    slot 0, which stays zero: another request's NaN under a mask would still be NaN.
+    slot 0, which stays zero: another request's NaN under a mask would still be NaN. counts: how
+    many keys each request sees, [num_requests].
     """
 
     rows: Tensor | None
@@ -42,7 +43,13 @@ class DecodeGroup:
     length: int
     slots: Tensor
     mask: Tensor | None
+    counts: np.ndarray
     first_slot: int | None = None
+
+    def distances(self) -> Tensor:
+        """How far each key lies ahead of its request's token, below zero: [num_requests, length]"""
+        newest = torch.from_numpy(self.counts).to(self.slots.device).unsqueeze(1) - 1
+        return torch.arange(self.length, device=self.slots.device) - newest
 
 
 @dataclass
@@ -57,6 +64,11 @@ class PrefillRequest:
     blocks: Tensor
     mask: Tensor | None
     length: int
+
+    def distances(self) -> Tensor:
+        """How far each key lies ahead of each token: [last - first, length]."""
+        keys = torch.arange(self.length, device=self.blocks.device)
+        return keys - keys[self.first - self.last :].unsqueeze(1)
 
 
 @dataclass
@@ -118,7 +130,8 @@ class SDPAMetadata:
         rows = None if len(members) == common.num_actual_tokens else _rows(common, members)
         slots = slots.flatten()
         first_slot = _side_by_side(slots) if len(members) == 1 else None
-        return DecodeGroup(rows, len(members), length, slots, mask, first_slot)
+        counts = seq_lens - oldest
+        return DecodeGroup(rows, len(members), length, slots, mask, counts, first_slot)
 
     def _prefill(self, i: int, window: int | None) -> PrefillRequest:
         common, block_size = self.common, self.block_size
@@ -221,21 +234,23 @@ class TorchSDPABackend(AttentionBackend):
         soft_cap: float | None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend.run."""
         scale *= k_scale
+        how = (scale, soft_cap, alibi_slopes)
         plan = metadata.plan(sliding_window)
         if not plan.prefills and len(plan.decodes) == 1 and plan.decodes[0].rows is None:
-            out = _decode(query, key_cache, value_cache, plan.decodes[0], scale, soft_cap)
+            out = _decode(query, key_cache, value_cache, plan.decodes[0], *how)
             return out if v_scale == 1.0 else out.mul_(v_scale)
         out = torch.empty_like(query)
         for group in plan.decodes:
             rows = group.rows if group.rows is not None else slice(None)
-            out[rows] = _decode(query[rows], key_cache, value_cache, group, scale, soft_cap)
+            out[rows] = _decode(query[rows], key_cache, value_cache, group, *how)
         for request in plan.prefills:
             part = query[request.first : request.last]
             out[request.first : request.last] = run_prefill(
-                part, key_cache, value_cache, request, scale, soft_cap
+                part, key_cache, value_cache, request, *how
             )
         return out if v_scale == 1.0 else out.mul_(v_scale)
 
@@ -247,6 +262,7 @@ def _decode(
     group: DecodeGroup,
     scale: float,
     soft_cap: float | None,
+    alibi_slopes: Tensor | None,
 ) -> Tensor:
     num_kv_heads, head_size = key_cache.shape[2:]
     if group.first_slot is not None:
@@ -258,7 +274,11 @@ def _decode(
         keys = key_cache.view(rows).index_select(0, group.slots).view(shape).transpose(1, 2)
         values = value_cache.view(rows).index_select(0, group.slots).view(shape).transpose(1, 2)
     heads = query.view(group.num_reqs, num_kv_heads, -1, head_size)
-    out = _attend(heads, keys, values, group.mask, False, scale, soft_cap)
+    bias = None
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.view(1, num_kv_heads, -1, 1)
+        bias = slopes * group.distances()[:, None, None]
+    out = _attend(heads, keys, values, group.mask, False, scale, soft_cap, bias)
     return out.reshape(query.shape)
 
 
@@ -283,6 +303,7 @@ def run_prefill(
     request: PrefillRequest,
     scale: float,
     soft_cap: float | None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of one request's new tokens, query [new tokens, num_heads, head_size]."""
     num_kv_heads, head_size = key_cache.shape[2:]
@@ -294,7 +315,10 @@ def run_prefill(
     keys = keys.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
     values = values.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
     causal = request.mask is None
-    out = _attend(heads, keys, values, request.mask, causal, scale, soft_cap)
+    bias = None
+    if alibi_slopes is not None:
+        bias = alibi_slopes.view(num_kv_heads, group, 1, 1) * request.distances()
+    out = _attend(heads, keys, values, request.mask, causal, scale, soft_cap, bias)
     return out.permute(2, 0, 1, 3).reshape(query.shape)
 
 
@@ -306,18 +330,23 @@ def _attend(
     causal: bool,
     scale: float,
     soft_cap: float | None,
+    bias: Tensor | None,
 ) -> Tensor:
+    """bias: float32, added to the scores [..., queries, keys]; None for nothing."""
     if mask is not None:
         mask = mask.to(query.dtype)
     if keys.dtype != query.dtype:
         keys, values = keys.to(query.dtype), values.to(query.dtype)
-    if soft_cap is None:
+    if soft_cap is None and bias is None:
         return F.scaled_dot_product_attention(
             query, keys, values, attn_mask=mask, is_causal=causal, scale=scale
         )
     # In float32: a score rounded to half precision is off by more than its weight may be.
     scores = torch.matmul(query.float(), keys.transpose(-1, -2).float()) * scale
-    scores = soft_cap * torch.tanh(scores / soft_cap)
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    if bias is not None:
+        scores = scores + bias
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllmx.attention.backend import (
+    NO_SLOPES,
     AttentionBackend,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -125,6 +126,8 @@ class TritonAttentionBackend(AttentionBackend):
             return SUPPORTED
         if context.device != "cuda":
             return f"runs on a GPU, not on {context.device}"
+        if context.facts.get("alibi"):
+            return NO_SLOPES
         head_size = context.facts.get("head_size", 0)
         if head_size > MAX_HEAD_SIZE:
             return f"holds heads of at most {MAX_HEAD_SIZE} elements, not {head_size}"

@@ -25,6 +25,7 @@ def paged_attention(
     v_scale: float = 1.0,
     sinks: Tensor | None = None,
     attention_chunk_size: int | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of each request's new tokens to all its tokens so far, themselves included.
 
@@ -36,7 +37,8 @@ def paged_attention(
     k_scale, v_scale: what a number of either cache is to be multiplied with; 1.0 unless the cache
     has one byte a number. sinks: [num_heads], the score of one more key of each head, which has
     no value. attention_chunk_size C: sequences are cut every C tokens, and a token sees nothing of
-    other pieces than its own. Computed in float32; returns query's shape and dtype.
+    other pieces than its own. alibi_slopes: float32 [num_heads], what the score of a key is less by
+    for each token between it and the query. Computed in float32; returns query's shape and dtype.
     """
     out = torch.empty_like(query)
     group = query.shape[1] // key_cache.shape[2]
@@ -55,6 +57,8 @@ def paged_attention(
         rows = torch.arange(seq_len - (last - first), seq_len, device=query.device).unsqueeze(1)
         columns = torch.arange(seq_len, device=query.device)
         hidden = columns > rows
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes.float()[:, None, None] * (columns - rows)
         if sliding_window is not None:
             hidden |= columns <= rows - sliding_window
         if attention_chunk_size is not None:
@@ -80,11 +84,16 @@ paged_attention.set_tolerance(
 
 @paged_attention.register_facts
 def _paged_attention_facts(
-    sinks: Tensor | None = None, attention_chunk_size: int | None = None, **others: Any
+    sinks: Tensor | None = None,
+    attention_chunk_size: int | None = None,
+    alibi_slopes: Tensor | None = None,
+    **others: Any,
 ) -> dict[str, Any]:
     facts: dict[str, Any] = {} if sinks is None else {"sinks": True}
     if attention_chunk_size is not None:
         facts["attention_chunk_size"] = attention_chunk_size
+    if alibi_slopes is not None:
+        facts["alibi"] = True
     return facts
 
 
@@ -99,11 +108,14 @@ BATCHES = (
     ([1, 1, 1, 1], [3, 250, 9, 4], 4, 1, 64, 16, 16, None),
     ([1, 1, 13, 6], [250, 3, 29, 6], 4, 2, 64, 16, None, None),
     ([1, 1, 1, 40, 9], [250, 24, 25, 40, 70], 4, 2, 64, 16, None, None),
+    ([1, 1, 13, 6], [250, 3, 29, 6], 6, 2, 64, 16, None, None),
 )
 WITH_SINKS = 7
 """The batch whose heads have sinks."""
 IN_CHUNKS = 8
 """The batch whose sequences are cut, every 24 tokens."""
+WITH_SLOPES = 9
+"""The batch whose heads weigh distance, each by a slope of its own."""
 
 
 @paged_attention.register_inputs
@@ -124,6 +136,7 @@ def _paged_attention_inputs(
     query = torch.randn(sum(query_lens), heads, head_size, generator=generator) * 2
     with_sinks = case % len(BATCHES) == WITH_SINKS
     sinks = torch.randn(heads, generator=generator) * 2 if with_sinks else None
+    slopes = 2.0 ** -torch.arange(1, heads + 1)
     return {
         "query": query.to(device, dtype),
         "key_cache": cache[:, :, 0],
@@ -136,4 +149,5 @@ def _paged_attention_inputs(
         "soft_cap": cap,
         "sinks": None if sinks is None else sinks.to(device, dtype),
         "attention_chunk_size": 24 if case % len(BATCHES) == IN_CHUNKS else None,
+        "alibi_slopes": slopes.to(device) if case % len(BATCHES) == WITH_SLOPES else None,
     }

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+# upstream: vllm/model_executor/models/teleflm.py @ v0.25.0
+"""Tele-FLM: Llama whose embedding and logits are multiplied, so that sizes share their settings.
+
+Upstream's class makes Llama's embedding, without the multiplier, and is not followed in that.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from vllmx.models.hf_config import HFConfig
+from vllmx.models.llama import LlamaForCausalLM, LlamaModel
+
+
+class TeleFLMModel(LlamaModel):
+    """Multiplied embedding, layers, final norm."""
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Rows of the table, times input_mult where use_mup says so."""
+        rows = self.embed_tokens(input_ids)
+        if not self.config.read("use_mup", bool):
+            return rows
+        return rows * self.config.read("input_mult", float)
+
+
+class TeleFLMForCausalLM(LlamaForCausalLM):
+    """Tele-FLM with its output head."""
+
+    model_cls = TeleFLMModel
+
+    def logit_scale(self, config: HFConfig) -> float:
+        """output_mult for a model of the size that was tuned, less the larger this one is."""
+        if not config.read("use_mup", bool):
+            return 1.0
+        return config.read("output_mult", float) / config.read("mup_scale_factor", float)
