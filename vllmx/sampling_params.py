@@ -9,7 +9,6 @@ is made, token ids against the model's vocabulary in `verify`.
 from __future__ import annotations
 
 import copy
-import difflib
 import itertools
 import logging
 import math
@@ -193,8 +192,9 @@ class _NamesWhatIsMeant(type(msgspec.Struct)):  # type: ignore[misc]
             unknown = next((name for name in kwargs if name not in cls.__struct_fields__), None)
             if unknown is None:
                 raise
-        near = difflib.get_close_matches(unknown, cls.__struct_fields__, n=1)
-        cure = f". Did you mean {near[0]}?" if near else ""
+        from vllmx.cli_args import did_you_mean
+
+        cure = f".{did_you_mean(unknown, cls.__struct_fields__)}"
         cure = f": give {_INSTEAD[unknown]}." if unknown in _INSTEAD else cure
         raise TypeError(f"{cls.__name__} has no argument {unknown}{cure}")
 

@@ -11,6 +11,7 @@ import pytest
 from checkpoints import COMMON, TINY, save_tiny
 
 from vllmx.cli import main
+from vllmx.tasks.bench_child import __file__ as CHILD
 from vllmx.tasks.bench_floor import Limits, floor_seconds, work_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +30,37 @@ def upstream(tmp_path, monkeypatch):
     (tmp_path / "vllm.py").write_text("from vllmx import LLM, SamplingParams\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     return sys.executable
+
+
+INSTANT = """
+class SamplingParams:
+    def __init__(self, **options):
+        pass
+
+
+class LLM:
+    def __init__(self):
+        pass
+
+    def generate(self, prompts, params, use_tqdm):
+        return []
+"""
+
+
+def test_a_time_is_the_engines_alone_without_the_drawing_of_prompts(tmp_path) -> None:
+    (tmp_path / "instant.py").write_text(INSTANT)
+    work = {"batch": 64, "input_len": 4096, "output_len": 1, "seed": 1, "vocab": 1000}
+    done = subprocess.run(
+        [sys.executable, CHILD, "instant", "{}"],
+        input=json.dumps(work) + "\n",
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    ready, answer = map(json.loads, done.stdout.splitlines())
+    assert "first_token_s" in ready["ready"]
+    assert answer["tokens"] == [] and answer["seconds"] < 0.01  # a quarter million ids take 0.1
 
 
 def test_two_engines_answer_the_same_rows_in_turn(folder, upstream, tmp_path, capsys) -> None:

@@ -188,7 +188,7 @@ def test_private_token_ids_outside_the_vocabulary_are_refused(name):
         ("logits_processors", "LLM\\(logits_processors="),
         ("truncate_prompt_tokens", "tokenization_kwargs="),
         ("temprature", "no argument temprature. Did you mean temperature"),
-        ("zzz", "no argument zzz$"),
+        ("zzz", r"no argument zzz\.$"),
     ],
 )
 def test_an_unknown_argument_is_answered_with_what_is_meant(name, words):

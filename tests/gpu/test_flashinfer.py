@@ -17,7 +17,9 @@ from parity.op_replay import Lane
 from vllmx.exceptions import UserError
 from vllmx.ir.op import OpContext
 from vllmx.ir.select import load_ops
+from vllmx.kernels import triton_sample
 from vllmx.kernels.flashinfer_ops import missing
+from vllmx.sample.ops import get_sampler_ops
 
 OPS = load_ops()
 NAMES = ("rms_norm", "fused_add_rms_norm", "silu_and_mul", "rotary_embedding", "paged_attention")
@@ -55,3 +57,20 @@ def test_an_engine_answers_as_with_triton(mode: str, ahead: bool, tmp_path: Path
     got = answers(engine(folder, attention_backend="flashinfer", **settings), given, greedy(12))
     # Roundings differ, and tiny models have near ties: most answers are the same to the end.
     assert sum(g[0] == w[0] for g, w in zip(got, want, strict=True)) >= 16
+
+
+@pytest.mark.parametrize("which", ["k", "p", "both"])
+def test_top_k_and_top_p_keep_what_triton_keeps(which: str) -> None:
+    chosen = get_sampler_ops("cuda", priority=["flashinfer"])
+    if missing() is not None:
+        assert chosen.provider == "triton"
+        return
+    assert chosen.provider == "flashinfer"
+    logits = torch.randn(16, 151_936, device="cuda", generator=torch.Generator("cuda")) * 3
+    logits[0, :100] = 20.0
+    top_k = torch.arange(1, 17, device="cuda") * 97 if which != "p" else None
+    top_p = torch.linspace(0.1, 1.0, 16, device="cuda") if which != "k" else None
+    want = triton_sample.apply_top_k_top_p(logits.clone(), top_k, top_p) > float("-inf")
+    got = chosen.apply_top_k_top_p(logits.clone(), top_k, top_p) > float("-inf")
+    # Sums of many float32 may put the edge of p one token further.
+    assert int((want != got).sum()) <= (0 if which == "k" else 16)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 TARGET = GPUTarget("cuda", 90, 32)
 I32, I64, F32 = "*i32", "*i64", "*fp32"
@@ -62,6 +63,8 @@ NORM = {"HAS_RESIDUAL": True, "HAS_WEIGHT": True, "BLOCK": 1024}
 HEADS = {"HEAD_SIZE": 128, "COLUMNS": 128, "BLOCK_SIZE": 16}
 ATTENTION = {**HEADS, "GROUP": 2, "HAS_CAP": False, "HAS_WINDOW": False, "WIDE": False}
 ATTENTION |= {"HAS_SINKS": False, "IN_CHUNKS": False}
+HOPPER = {"GROUP": 2, "BLOCK_SIZE": 16, "STAGES": 2, "REGISTERS": 216}
+HOPPER_128, HOPPER_64 = {"HEAD_SIZE": 128, "KEYS": 128}, {"HEAD_SIZE": 64, "KEYS": 128}
 DECODE = {**ATTENTION, "ROWS": 16, "KEYS": 64}
 PREFILL = {**ATTENTION, "ROWS": 64, "TOKENS": 32, "KEYS": 32, "MASKS_ALL": False}
 FIXED = {"INPUTS": 960, "ROWS": 64, "OUTPUTS": 32, "COLUMNS": 128, "HAS_BIAS": True, "WIDE": False}
@@ -220,6 +223,8 @@ KERNELS: list[Row] = [
         ROWS | {"CHUNK": 64, "WIDE": False},
         GATES | REQUEST | SINGLES,
     ),
+    ("triton_hopper_attention", "_hopper_prefill_kernel", HOPPER | HOPPER_128, {}),
+    ("triton_hopper_attention", "_hopper_prefill_kernel", HOPPER | HOPPER_64, {}),
     ("triton_sample", "_penalties_kernel", {"BLOCK": 1024}, SAMPLE | {"counts_ptr": I32}),
     ("triton_sample", "_top_k_top_p_kernel", {"HAS_K": True, "HAS_P": True, "BLOCK": 4096}, SAMPLE),
     ("triton_sample", "_gumbel_kernel", {"FP64": False, "BLOCK": 1024}, SAMPLE),
@@ -257,8 +262,18 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str]
         for name in names
     }
     places = {(names.index(name),): value for name, value in constants.items()}
+    source: Any = ASTSource(kernel, signature, places)
+    options = {}
+    if kernel.is_gluon():
+        # Its copies are of 16 bytes, or none.
+        aligned = [i for i, name in enumerate(names) if signature[name] != "constexpr"]
+        known_of = {
+            (i,): [["tt.divisibility", 16]] for i in aligned if signature[names[i]] != "fp32"
+        }
+        source = GluonASTSource(kernel, signature, places, known_of)
+        options = {"num_warps": 4}
     try:
-        triton.compile(ASTSource(kernel, signature, places), target=TARGET)
+        triton.compile(source, target=TARGET, options=options)
     except Exception as error:  # whatever it is, the kernel can't be launched
         return f"{type(error).__name__}: {error}"
     return ""

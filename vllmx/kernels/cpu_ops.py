@@ -20,7 +20,7 @@ from vllmx.ir.ops.layernorm import (
     WHOLE_ROWS_ONLY,
     fused_add_rms_norm,
     rms_norm,
-    whole_rows,
+    whole_rows_where,
 )
 from vllmx.ir.ops.rotary import rotary_embedding
 
@@ -37,17 +37,12 @@ def _whole_neox_heads(context: OpContext) -> bool | str:
     return float32_on_cpu(context)
 
 
-def _norms(context: OpContext) -> bool | str:
-    answer = whole_rows(context)
-    return float32_on_cpu(context) if answer is True else answer
-
-
 def _doubled(weight: Tensor | None) -> Tensor | None:
     """(weight, weight), for the layer norm of (x, -x)."""
     return None if weight is None else torch.cat((weight, weight))
 
 
-@rms_norm.register_impl("cpu", supports=_norms, prepare=_doubled)
+@rms_norm.register_impl("cpu", supports=whole_rows_where(float32_on_cpu), prepare=_doubled)
 def _rms_norm(
     x: Tensor, prepared: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -65,7 +60,9 @@ def _rms_norm(
     return torch.layer_norm(mirrored, (2 * hidden,), prepared, None, epsilon)[..., :hidden]
 
 
-@fused_add_rms_norm.register_impl("cpu", supports=_norms, prepare=_doubled)
+@fused_add_rms_norm.register_impl(
+    "cpu", supports=whole_rows_where(float32_on_cpu), prepare=_doubled
+)
 def _fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,

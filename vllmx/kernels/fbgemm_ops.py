@@ -18,9 +18,6 @@ from vllmx.ir.op import float32_on_cpu
 from vllmx.ir.ops.linear import linear
 
 LARGEST_FP16 = 65504.0
-TILE = 6
-"""Rows that FBGEMM's kernel for AVX2 takes at once. What is left over is taken by others, of which
-those for one row and for two add up in another order."""
 
 
 def _supported() -> bool | str:
@@ -29,6 +26,12 @@ def _supported() -> bool | str:
     if not hasattr(torch.ops.quantized, "linear_dynamic_fp16"):
         return "this build of torch has no quantized::linear_dynamic_fp16"
     return True
+
+
+def _adds_up_alike() -> bool:
+    """Whether an output is added up input by input whatever the number of rows: with AVX-512. Where
+    there is none of it, one row alone goes another way than several."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _prepare(weight: Tensor, bias: Tensor | None) -> torch.ScriptObject:
@@ -56,19 +59,7 @@ _LINEAR_DYNAMIC_FP16: Any = (
     prepare=_prepare,
     prepared_format="fp16 packed",
     prepared_bytes=2,
-    batch_invariant=("cpu",),
+    batch_invariant=("cpu",) if _adds_up_alike() else (),
 )
 def _linear(x: Tensor, prepared: torch.ScriptObject) -> Tensor:
     return _LINEAR_DYNAMIC_FP16(x, prepared)
-
-
-def _in_whole_tiles(x: Tensor, prepared: torch.ScriptObject) -> Tensor:
-    """With rows of zeros up to a multiple of TILE: whatever the number of rows, an output is then
-    added up input by input in blocks of one size."""
-    rows = len(x)
-    if short := -rows % TILE:
-        x = torch.nn.functional.pad(x, (0, 0, 0, short))
-    return _linear(x, prepared)[:rows]
-
-
-linear.set_batch_invariant("fbgemm", ("cpu",), _in_whole_tiles)

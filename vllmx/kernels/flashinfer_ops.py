@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllmx.ir.op import OpContext
 from vllmx.ir.ops.activation import silu_and_mul
-from vllmx.ir.ops.layernorm import WHOLE_ROWS_ONLY, fused_add_rms_norm, rms_norm, whole_rows
+from vllmx.ir.ops.layernorm import WHOLE_ROWS_ONLY, fused_add_rms_norm, rms_norm, whole_rows_where
 from vllmx.ir.ops.rotary import rotary_embedding
 from vllmx.platform import has, has_nvcc
 
@@ -55,11 +55,8 @@ def _takes_rows(context: OpContext) -> bool | str:
     return takes_halves(context)
 
 
-def _norms(context: OpContext) -> bool | str:
-    if not context.facts.get("has_weight", True):
-        return NEEDS_WEIGHT
-    answer = whole_rows(context)
-    return _takes_rows(context) if answer is True else answer
+def _weighted_rows(context: OpContext) -> bool | str:
+    return _takes_rows(context) if context.facts.get("has_weight", True) else NEEDS_WEIGHT
 
 
 def _takes_heads(context: OpContext) -> bool | str:
@@ -72,7 +69,9 @@ def _takes_heads(context: OpContext) -> bool | str:
 SUPPORTED: bool | str = missing() or True
 
 
-@rms_norm.register_impl("flashinfer", supported=SUPPORTED, supports=_norms)
+@rms_norm.register_impl(
+    "flashinfer", supported=SUPPORTED, supports=whole_rows_where(_weighted_rows)
+)
 def _rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -82,7 +81,9 @@ def _rms_norm(
     return library().rmsnorm(rows, weight.to(x.dtype), epsilon).view(x.shape)
 
 
-@fused_add_rms_norm.register_impl("flashinfer", supported=SUPPORTED, supports=_norms)
+@fused_add_rms_norm.register_impl(
+    "flashinfer", supported=SUPPORTED, supports=whole_rows_where(_weighted_rows)
+)
 def _fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,

@@ -23,7 +23,7 @@ from vllmx.ir.ops.layernorm import (
     WHOLE_ROWS_ONLY,
     fused_add_rms_norm,
     rms_norm,
-    whole_rows,
+    whole_rows_where,
 )
 from vllmx.ir.ops.rotary import rotary_embedding
 from vllmx.ir.row_by_row import row_by_row
@@ -39,18 +39,15 @@ def native_on_cpu(context: OpContext) -> bool | str:
     return loaded if isinstance(loaded, str) else True
 
 
-def _norms(context: OpContext) -> bool | str:
-    answer = whole_rows(context)
-    return native_on_cpu(context) if answer is True else answer
-
-
 def _rows(x: Tensor) -> Tensor:
     """x as [rows, last dimension], whose last dimension lies side by side."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-@rms_norm.register_impl("native", supports=_norms, batch_invariant=("cpu",))
+@rms_norm.register_impl(
+    "native", supports=whole_rows_where(native_on_cpu), batch_invariant=("cpu",)
+)
 def _rms_norm(
     x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> Tensor:
@@ -66,7 +63,9 @@ def _rms_norm(
     return out
 
 
-@fused_add_rms_norm.register_impl("native", supports=_norms, batch_invariant=("cpu",))
+@fused_add_rms_norm.register_impl(
+    "native", supports=whole_rows_where(native_on_cpu), batch_invariant=("cpu",)
+)
 def _fused_add_rms_norm(
     x: Tensor,
     x_residual: Tensor,

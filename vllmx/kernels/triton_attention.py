@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vllmx.kernels.dependent_launch import after_the_last
+from vllmx.kernels.triton_hopper_attention import hopper_prefill, hopper_takes
 from vllmx.platform import has
 
 if TYPE_CHECKING or has("triton"):
@@ -557,6 +558,12 @@ def paged_prefill(
     group = num_heads // num_kv_heads
     columns = max(triton.next_power_of_2(head_size), 16)
     tokens = tokens_of_a_tile(group, query.dtype, head_size)
+    special = (sliding_window, soft_cap, sinks, attention_chunk_size)
+    plain = not masks_all and all(asked is None for asked in special)
+    if plain and hopper_takes(query, key_cache, value_cache, tokens):
+        paged = (query, key_cache, value_cache, block_table, query_start_loc, seq_lens)
+        hopper_prefill(*paged, tiles, tokens, out, scale, v_scale)
+        return
     rows = max(triton.next_power_of_2(tokens * group), 16)
     small = query.element_size() == 2 and columns <= 128
     # The fastest on an H200 of those tried (reports/gpu/attention.md).

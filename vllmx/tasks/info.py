@@ -33,7 +33,17 @@ def run(config: RunConfig, started: float) -> int:
         print(f"    by {choice.because}")
         for provider, reason in choice.refused.items():
             print(f"    not {provider}: {reason}")
+    print(f"sampler: {_sampler_provider(vllm_config)}")
     return 0
+
+
+def _sampler_provider(vllm_config: VllmConfig) -> str:
+    from vllmx.platform import resolve_device
+    from vllmx.sample.ops import get_sampler_ops
+
+    device, kernels = resolve_device(vllm_config.device_config), vllm_config.kernel_config
+    priority = kernels.default_priority
+    return get_sampler_ops(device, kernels.batch_invariant, priority=priority).provider
 
 
 def versions() -> Iterator[str]:

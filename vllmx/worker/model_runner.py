@@ -28,6 +28,7 @@ from vllmx.layers.attention import Attention, attention_layers
 from vllmx.layers.mamba_base import MambaBase, mamba_layers
 from vllmx.model_loader.loader import load_model
 from vllmx.sample.logits_processor import build_logitsprocs
+from vllmx.sample.ops import get_sampler_ops
 from vllmx.sample.prompt_logprob import PromptLogprobsWorker
 from vllmx.sample.sampler import Sampler
 from vllmx.worker.attn_utils import (
@@ -147,7 +148,8 @@ class GPUModelRunner:
         self.req_states.reset()
         self.block_tables.reset()
         model_config = self.vllm_config.model_config
-        invariant = self.vllm_config.kernel_config.batch_invariant
+        kernel_config = self.vllm_config.kernel_config
+        invariant = kernel_config.batch_invariant
         self.sampler = Sampler(
             self.req_states,
             model_config.logprobs_mode,
@@ -161,6 +163,7 @@ class GPUModelRunner:
                 is_pin_memory=self.device != "cpu",
                 custom_logitsprocs=model_config.logits_processors,
             ),
+            ops=get_sampler_ops(self.device, invariant, priority=kernel_config.default_priority),
         )
         self.prompt_logprobs_worker = PromptLogprobsWorker(self.req_states, invariant)
 

@@ -2,6 +2,7 @@
 # upstream: vllm/ir/ops/layernorm.py @ v0.25.0
 """Root-mean-square norms."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,6 +93,18 @@ layer_norm.set_batch_invariant(REFERENCE, ANY_DEVICE, row_by_row(layer_norm.fn, 
 def whole_rows(context: OpContext) -> bool | str:
     """A `supports` of providers that know no `variance_size`."""
     return True if context.facts.get("variance_size") is None else WHOLE_ROWS_ONLY
+
+
+def whole_rows_where(
+    rule: Callable[[OpContext], bool | str],
+) -> Callable[[OpContext], bool | str]:
+    """A `supports` of providers that know no `variance_size` and have a rule of their own."""
+
+    def supports(context: OpContext) -> bool | str:
+        answer = whole_rows(context)
+        return rule(context) if answer is True else answer
+
+    return supports
 
 
 @rms_norm.register_facts
