@@ -66,6 +66,7 @@ no grammar. What vllmx/tiny writes is checked against the golden."""
 OF_REAL = {
     "smollm2-135m": "llama",
     "gemma3-270m": "gemma3",
+    "qwen2.5-coder-0.5b": "qwen2",
     "iglm": "gpt2",
     "iglm-s": "gpt2",
 }

@@ -95,6 +95,16 @@ TEXT = {
             236881,
         ],
     ],
+    "qwen2.5-coder-0.5b": [
+        [785, 6722, 315, 9625, 374],
+        [750, 75698, 1445, 982],
+        [12522, 5193, 264, 882, 11, 304, 264, 2613, 14126, 553, 279, 9396, 11],
+        [28253, 88955, 518],
+        [852, 2326, 5711, 315, 264, 5567, 7974, 510, 16, 13],
+        [785, 3974, 13876, 38835],
+        [641, 220, 16, 24, 21, 24, 11, 279, 1156, 12677],
+        [48, 25, 3555, 374, 220, 16, 17, 3039, 220, 16, 17, 5267, 32, 25],
+    ],
     "iglm": ANTIBODIES,
     "iglm-s": ANTIBODIES,
 }
@@ -198,6 +208,7 @@ MODELS = {
     for entry in (
         ModelEntry("smollm2-135m", vocab_size=49152, **REAL),
         ModelEntry("gemma3-270m", vocab_size=262144, **REAL),
+        ModelEntry("qwen2.5-coder-0.5b", vocab_size=151936, **REAL),
         ModelEntry("iglm", vocab_size=33, **ANTIBODY),
         ModelEntry("iglm-s", vocab_size=33, **ANTIBODY),
         ModelEntry("tiny-llama", **TINY),

@@ -9,7 +9,7 @@ import torch
 from vllmx.config import KernelConfig
 from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
-from vllmx.layers.rotary_embedding import MRotaryEmbedding, compute_inv_freq, get_rope
+from vllmx.layers.rotary_embedding import SCALINGS, MRotaryEmbedding, compute_inv_freq, get_rope
 from vllmx.models.hf_config import HFConfig
 
 ROPES = {
@@ -122,6 +122,35 @@ def test_longrope_wants_a_factor_for_each_frequency() -> None:
 def test_dynamic_needs_alpha_or_factor() -> None:
     with pytest.raises(CheckpointError, match="needs 'alpha' or 'factor'"):
         compute_inv_freq(32, 512, {"rope_type": "dynamic", "rope_theta": 1e4})
+
+
+SAID: dict[str, dict] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0},
+    "longrope": {key: LONG[key] for key in LONG if key not in ("rope_type", "rope_theta")},
+    "ntk": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("rope_type", SCALINGS)
+def test_a_number_that_a_type_needs_is_there_and_is_one(rope_type) -> None:
+    whole = {"rope_type": rope_type, "rope_theta": 1e4, **SAID[rope_type]}
+    compute_inv_freq(32, 512, whole)
+    for key in whole.keys() - {"rope_type"}:
+        for bad in ("8", None, [True], -1.0):
+            with pytest.raises(CheckpointError, match=key):
+                compute_inv_freq(32, 512, whole | {key: bad})
+        if key != "rope_theta":
+            with pytest.raises(CheckpointError, match=key):
+                compute_inv_freq(32, 512, {k: whole[k] for k in whole if k != key})
 
 
 @pytest.mark.parametrize(

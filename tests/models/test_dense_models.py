@@ -14,7 +14,7 @@ from oracles.transformers_twin import load as load_twin
 from vllmx import SamplingParams
 from vllmx.exceptions import CheckpointError
 from vllmx.layers.attention import attention_layers
-from vllmx.models.hf_config import DEFAULTS, HFConfig
+from vllmx.models.hf_config import DEFAULTS, NEVER_NULL, HFConfig
 from vllmx.models.hf_dense import DENSE_DEFAULTS
 from vllmx.models.utils import by_head
 from vllmx.tiny.configs import config_of
@@ -115,6 +115,15 @@ def test_a_tied_model_warns_of_a_head_that_is_not_its_embedding(
         assert ("lm_head.weight is not the embedding" in caplog.text) == (factor == 2)
 
 
+def test_a_head_of_another_name_is_left_out_of_a_tied_model_with_a_warning(
+    folders, tmp_path, caplog
+) -> None:
+    folder = changed(folders("tiny-internlm2"), tmp_path / "tied", tie_word_embeddings=True)
+    build_engine(folder, max_model_len=64).shutdown()
+    told = f"{folder / 'config.json'}: output.weight is not the embedding and is left out"
+    assert told in caplog.text
+
+
 REFUSED = [
     ("tiny-falcon", {"alibi": True}, "alibi=true is not supported"),
     (
@@ -129,6 +138,16 @@ REFUSED = [
         r"attn_config\.qk_ln is True; False is served only",
     ),
     ("tiny-mpt", {"attn_config": {"alibi": False}}, r"attn_config\.alibi is False"),
+    ("tiny-falcon", {"rotary": False}, "rotary=false is not supported"),
+    ("tiny-falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn is 3"),
+    ("tiny-falcon", {"num_kv_heads": 4}, r"query_key_value.weight has shape \[256, 128\], which"),
+    ("tiny-gemma", {"hidden_act": "silu"}, "hidden_act is 'silu' and hidden_activation 'gelu_py"),
+    ("tiny-jais2", {"interleaved_sliding_window": 8}, "interleaved_sliding_window is set"),
+    (
+        "tiny-gpt2",
+        {"hidden_act": "relu"},
+        "hidden_act is 'relu' and activation_function 'gelu_new'",
+    ),
     ("tiny-opt", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
     ("tiny-opt", {"word_embed_proj_dim": 64}, "word_embed_proj_dim must be 128"),
     ("tiny-phi", {"qk_layernorm": True}, "qk_layernorm is not supported in Phi"),
@@ -183,6 +202,52 @@ def test_each_layer_has_the_window_that_the_config_gives_it(folders, name) -> No
     llm = build_engine(folders(name), max_model_len=64)
     found = [layer.sliding_window for layer in attention_layers(model_of(llm)).values()]
     assert found == WINDOWS[name]
+    llm.shutdown()
+
+
+def test_the_older_word_for_scaled_positions_counts() -> None:
+    """Also where the family has a default for the newer one."""
+    said = {"type": "linear", "factor": 3.0}
+    config = HFConfig({"model_type": "apertus", "rope_scaling": said})
+    assert config.rope_parameters == {
+        "rope_type": "linear",
+        "factor": 3.0,
+        "rope_theta": 12000000.0,
+    }
+    beside = {"rope_scaling": said, "rope_parameters": {"rope_type": "default"}}
+    assert HFConfig({"model_type": "llama"} | beside).rope_parameters["rope_type"] == "linear"
+
+
+@pytest.mark.parametrize("family", ["llama", "apertus", "cwm"])
+def test_the_length_a_model_was_trained_with_is_that_of_transformers(family) -> None:
+    """Or, as in upstream, what stands beside the rope parameters."""
+    from transformers import AutoConfig
+
+    said = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}
+    said |= {"max_position_embeddings": 384}
+    theirs = AutoConfig.for_model(family, **json.loads(json.dumps(said))).rope_parameters
+    key = "original_max_position_embeddings"
+    assert HFConfig({"model_type": family} | said).rope_parameters[key] == theirs[key] == 384
+    assert HFConfig({"model_type": family, key: 96} | said).rope_parameters[key] == 96
+
+
+@pytest.mark.parametrize("key", NEVER_NULL)
+def test_a_key_without_a_value_is_named(key) -> None:
+    with pytest.raises(CheckpointError, match=f"{key}.* is None, not of type"):
+        HFConfig({"model_type": "llama", key: None})
+
+
+def test_a_key_of_another_name_without_a_value_is_named() -> None:
+    with pytest.raises(CheckpointError, match="'layer_norm_epsilon' is None, not of type float"):
+        HFConfig({"model_type": "gpt2", "layer_norm_epsilon": None})
+
+
+def test_the_first_gemmas_exact_gelu_was_a_slip(folders, tmp_path) -> None:
+    """Upstream and transformers take the approximation where the config has the older word."""
+    source = folders("tiny-gemma")
+    folder = changed(source, tmp_path / "older", hidden_activation=None, hidden_act="gelu")
+    llm = build_engine(folder, max_model_len=64)
+    assert model_of(llm).model.layers[0].mlp.hidden_act == "gelu_pytorch_tanh"
     llm.shutdown()
 
 

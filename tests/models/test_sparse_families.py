@@ -188,10 +188,12 @@ def test_a_bias_of_phis_head_is_added(folders, tmp_path) -> None:
 
 
 def test_layers_for_drafting_are_left_out(folders, tmp_path) -> None:
-    """Those of EXAONE MoE and of MiMo, under their own names; others' as layers behind the last."""
+    """Those of EXAONE MoE, MiMo and Qwen3-Next, under their own names; others' behind the last
+    layer."""
     for name, extra in (
         ("tiny-exaone_moe", "mtp.norm"),
         ("tiny-mimo", "model.mtp_layers.0.norm"),
+        ("tiny-qwen3_next", "mtp.layers.0.norm"),
         ("tiny-hy_v3", "model.layers.4.norm"),
         ("tiny-bailing_moe_v2", "model.layers.4.norm"),
         ("tiny-deepseek_v3", "model.layers.4.norm"),
@@ -203,8 +205,13 @@ def test_layers_for_drafting_are_left_out(folders, tmp_path) -> None:
 
 
 REFUSED = [
-    ("tiny-gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; experts are served with 7.0"),
+    ("tiny-gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; gpt-oss is served with 7.0"),
     ("tiny-gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
+    ("tiny-gpt_oss", {"attention_bias": False}, "attention_bias is False"),
+    ("tiny-afmoe", {"score_func": "relu"}, "scoring function is 'relu'; .*softmax"),
+    ("tiny-minimax_m2", {"scoring_func": "relu"}, "scoring function is 'relu'"),
+    ("tiny-olmoe", {"num_local_experts": 9}, "num_experts is 8 and num_local_experts 9, which are"),
+    ("tiny-chatglm", {"multi_query_attention": False}, "multi_query_attention=False is not"),
     (
         "tiny-gpt_oss",
         {"quantization_config": {"quant_method": "mxfp4"}},

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vllmx.exceptions import CheckpointError, WeightError
+from vllmx.ir.ops.fused_moe import SCORINGS
 from vllmx.ir.select import OpTable
 from vllmx.layers.parameter import WeightHolder
 
@@ -78,6 +79,11 @@ class FusedMoE(WeightHolder, nn.Module):
             )
         }
         self._expected = self._stacked
+        if scoring_func not in SCORINGS:
+            raise CheckpointError(
+                f"the router's scoring function is {scoring_func!r}; {' and '.join(SCORINGS)} are "
+                "known."
+            )
         groups = (num_expert_group, topk_group) if use_grouped_topk else (1, 1)
         self._route = custom_routing_function or self._router(
             renormalize, groups, scoring_func, routed_scaling_factor, e_score_correction_bias

@@ -58,10 +58,10 @@ class LinearBase(WeightHolder, nn.Module):
         """As of WeightHolder; a matrix that has all shards stacked in our order is taken apart."""
         if shard_id is not None or None in self.shards or not isinstance(tensor, Tensor):
             return super().load_weight(param, shard_id, tensor, source_name)
-        if tensor.shape[0] != self.output_size:
+        rows = len(tensor) if tensor.dim() else 0
+        if rows != self.output_size:
             raise WeightError(
-                f"weight {source_name} has {tensor.shape[0]} rows, the config wants "
-                f"{self.output_size}.",
+                f"weight {source_name} has {rows} rows, the config wants {self.output_size}.",
                 source_name,
             )
         parts = tensor.split(list(self.shards.values()))

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from vllmx.exceptions import WeightError
 
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""What a weight may be stored in: one of less bits needs scales that plain layers don't read."""
+
 
 def to_float(tensor: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     """A checkpoint tensor, quantised or not, as a dense tensor of `dtype`."""
@@ -38,8 +41,8 @@ class WeightHolder:
         raise AssertionError(f"{type(self).__name__} does not say how its weights are packed")
 
     def load_weight(self, param: str, shard_id: str | None, tensor: Any, source_name: str) -> bool:
-        """Take one tensor of the checkpoint; WeightError where its shape is another, or whole
-        numbers are where others are wanted.
+        """Take one tensor of the checkpoint; WeightError where its shape is another, or it
+        is not of FLOATS.
 
         True once every expected weight is there: then `pack` is due.
         """
@@ -57,10 +60,10 @@ class WeightHolder:
                 f"the config wants {list(expected[key])}.",
                 source_name,
             )
-        if isinstance(tensor, Tensor) and not tensor.is_floating_point():
+        if isinstance(tensor, Tensor) and tensor.dtype not in FLOATS:
             raise WeightError(
-                f"weight {source_name} is of {tensor.dtype}; floating point is wanted, as the "
-                "config names no quantisation that is stored so.",
+                f"weight {source_name} is of {tensor.dtype}; floating point is wanted, of 16 bits "
+                "at least, as the config names no quantisation that is stored so.",
                 source_name,
             )
         if self.loaded is None:

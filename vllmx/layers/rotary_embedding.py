@@ -146,6 +146,7 @@ def compute_inv_freq(
         raise CheckpointError(
             f"rope_type {rope_type!r} is not supported; {', '.join(SCALINGS)} are."
         )
+    _check_parameters(rope_parameters)
     rotary_dim = rotary_dim_of(head_size, rope_parameters)
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     inv_freq = 1.0 / (rope_parameters["rope_theta"] ** exponents)
@@ -155,9 +156,32 @@ def compute_inv_freq(
     return SCALINGS[rope_type](inv_freq, rope_parameters, max_position)
 
 
+def _check_parameters(parameters: dict[str, Any]) -> None:
+    """CheckpointError where a number that the type's formula needs is missing or is none."""
+    rope_type = parameters["rope_type"]
+    needed = () if "freq_factors" in parameters else NEEDED.get(rope_type, ())
+    lists = ("short_factor", "long_factor")
+    for key in (
+        "rope_theta",
+        *needed,
+        *(key for key in NUMBERS if parameters.get(key) is not None),
+    ):
+        if key not in parameters:
+            raise CheckpointError(f"rope parameters: rope_type {rope_type!r} needs {key!r}.")
+        value = parameters[key]
+        numbers = value if key in lists and isinstance(value, list) else [value]
+        if not all(type(number) in (int, float) and number > 0 for number in numbers):
+            raise CheckpointError(
+                f"rope parameters: {key} is {value!r}; a number above zero is wanted"
+                f"{' for each frequency' if key in lists else ''}."
+            )
+
+
 def rotary_dim_of(head_size: int, rope_parameters: dict[str, Any]) -> int:
     """How many elements of a head are rotated; CheckpointError for none, or more than there are."""
     factor = rope_parameters.get("partial_rotary_factor", 1.0)
+    if type(factor) not in (int, float):
+        raise CheckpointError(f"rope parameters: partial_rotary_factor is {factor!r}, no number.")
     dim = rope_parameters.get("rope_dim") or int(head_size * factor)
     if not 0 < dim <= head_size or dim % 2:
         raise CheckpointError(
@@ -244,9 +268,9 @@ def _dynamic(
     """A larger base: by `alpha` (HunYuan), or by `factor` for what lies beyond the trained length,
     which unless `max_trained_positions` says otherwise is all of it."""
     dim = 2 * len(inv_freq)
-    if "alpha" in parameters:
+    if parameters.get("alpha") is not None:
         grown = parameters["alpha"]
-    elif "factor" in parameters:
+    elif parameters.get("factor") is not None:
         factor = parameters["factor"]
         trained = parameters.get("max_trained_positions", max_position)
         grown = factor * max_position / trained - (factor - 1)
@@ -277,3 +301,25 @@ SCALINGS = {
     "dynamic": _dynamic,
     "ntk": _ntk,
 }
+NEEDED = {
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor",),
+    "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
+    "ntk": ("factor",),
+}
+"""Type -> what its formula can't do without."""
+NUMBERS = (
+    "factor",
+    "alpha",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+)
+"""What has to be a number wherever it is said."""

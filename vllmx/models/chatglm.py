@@ -14,6 +14,7 @@ from vllmx.models.utils import WeightsMapper
 SERVED = {
     "apply_residual_connection_post_layernorm": False,
     "fp32_residual_connection": False,
+    "multi_query_attention": True,
     "post_layer_norm": True,
     "rmsnorm": True,
 }
@@ -31,6 +32,11 @@ class ChatGLMAttention(LlamaAttention):
         self, config: HFConfig, layer: int, max_model_len: int | None, ops: OpTable
     ) -> RotaryEmbedding | None:
         """In pairs unless original_rope is false; the base is a multiple of 10000."""
+        if (told := config.rope_parameters["rope_type"]) != "default":
+            raise CheckpointError(
+                f"{config.origin}: rope_type {told!r} is not supported in ChatGLM, which scales by "
+                "rope_ratio."
+            )
         rope = {
             "rope_type": "default",
             "rope_theta": 10000.0 * config.read("rope_ratio", float, 1.0),

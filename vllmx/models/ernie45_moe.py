@@ -62,4 +62,4 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
     def adapt(self, name: str, weight: Any) -> Any:
         """The bias for the choice is stored [1, E]."""
         row = name.endswith("e_score_correction_bias") and isinstance(weight, Tensor)
-        return weight.flatten() if row else weight
+        return weight.flatten() if row and weight.dim() == 2 else weight

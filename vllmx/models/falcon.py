@@ -21,6 +21,8 @@ class FalconAttention(LlamaAttention):
     def __init__(self, config: HFConfig, **shared: Any) -> None:
         if config.alibi:
             raise CheckpointError(f"{config.origin}: alibi=true is not supported.")
+        if not config.read("rotary", bool, True):
+            raise CheckpointError(f"{config.origin}: rotary=false is not supported.")
         super().__init__(config, **shared)
 
     def biases(self, config: HFConfig) -> tuple[bool, bool]:
@@ -43,6 +45,10 @@ class FalconDecoderLayer(LayerNormDecoderLayer):
     def __init__(self, config: HFConfig, **shared: Any) -> None:
         super().__init__(config, **shared)
         norms = config.num_ln_in_parallel_attn or (2 if config.new_decoder_architecture else 1)
+        if norms not in (1, 2):
+            raise CheckpointError(
+                f"{config.origin}: num_ln_in_parallel_attn is {norms}, not 1 or 2."
+            )
         self.parallel_attn = config.parallel_attn
         self.one_norm = self.parallel_attn and norms == 1
         if self.one_norm:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
 from vllmx.layers.layernorm import GemmaRMSNorm
 from vllmx.models.hf_config import HFConfig
@@ -17,7 +18,17 @@ from vllmx.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, Ll
 class GemmaMLP(LlamaMLP):
     """down(gelu(gate(x)) * up(x))."""
 
-    act_key = "hidden_activation"
+    def activation_of(self, config: HFConfig) -> str:
+        """hidden_activation. The first Gemma's configs have the older hidden_act beside it or in
+        its place, where "gelu" was a slip; CheckpointError where the two are two functions."""
+        said = config.read("hidden_activation", (str, type(None)), None) or "gelu_pytorch_tanh"
+        older = config.read("hidden_act", (str, type(None)), None)
+        if config.read("model_type", str, "") == "gemma" and older not in (None, "gelu", said):
+            raise CheckpointError(
+                f"{config.origin}: hidden_act is {older!r} and hidden_activation {said!r}: say the "
+                "same in both, or leave hidden_act out."
+            )
+        return said
 
 
 class GemmaDecoderLayer(LlamaDecoderLayer):

@@ -78,4 +78,4 @@ class GPT2LMHeadModel(LlamaForCausalLM):
     def adapt(self, name: str, weight: Any) -> Any:
         """Matrices are stored [in, out]."""
         turned = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
-        return weight.T if turned else weight
+        return weight.T if turned and weight.dim() == 2 else weight

@@ -22,8 +22,8 @@ from vllmx.layers.parameter import WeightHolder
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
-CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-"""The numbers of the activation that experts are served with."""
+SERVED = {"attention_bias": True, "hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+"""What the config may say of biases, of the experts' activation and of its numbers."""
 
 
 class GptOssAttention(WeightHolder, LlamaAttention):
@@ -55,10 +55,10 @@ class GptOssMLP(nn.Module):
     ) -> None:
         super().__init__()
         hidden, experts = config.hidden_size, config.read("num_local_experts", int)
-        for key, served in CLAMPED.items():
-            if (told := config.read(key, float, served)) != served:
+        for key, served in SERVED.items():
+            if (told := config.read(key, type(served), served)) != served:
                 raise CheckpointError(
-                    f"{config.origin}: {key} is {told}; experts are served with {served} only."
+                    f"{config.origin}: {key} is {told}; gpt-oss is served with {served} only."
                 )
         self.router = ReplicatedLinear(
             hidden, experts, True, vllm_config=vllm_config, ops=ops, prefix=f"{prefix}.router"

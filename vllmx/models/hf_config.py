@@ -103,6 +103,19 @@ LOCAL_BASES = {"gemma3_text": "rope_local_base_freq", "plamo3": "rope_local_thet
 window."""
 
 
+NEVER_NULL: dict[str, type] = {
+    "hidden_act": str,
+    "hidden_size": int,
+    "layer_norm_eps": float,
+    "logit_scale": float,
+    "rms_norm_eps": float,
+    "vocab_size": int,
+}
+"""Keys that have no meaning of `null`, or of another type."""
+ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+"""Rotations that scale by the length that a model was trained with."""
+
+
 class MissingKeyError(CheckpointError, AttributeError):
     """A key that the checkpoint's config lacks: an AttributeError for hasattr and getattr, and
     one line for the user where a model cannot do without it."""
@@ -189,10 +202,24 @@ def _normalise(config: HFConfig) -> None:
     config.read("model_type", str, "")
     family = values.get("model_type", "")
     for key, theirs in ALL_ALIASES.get(family, {}).items():
-        if (value := _value_at(values, theirs)) is not None:
-            values.setdefault(key, value)
+        if theirs in values and key in NEVER_NULL:
+            config.read(theirs, NEVER_NULL[key])
+        value = _value_at(values, theirs)
+        if value is None:
+            continue
+        if values.get(key) not in (None, value):
+            raise CheckpointError(
+                f"{config.origin}: {key} is {values[key]!r} and {theirs} {value!r}, which are two "
+                "names of one thing."
+            )
+        values[key] = value
     for key, value in DEFAULTS.get(family, {}).items():
         values.setdefault(key, value)
+        if key == "rope_parameters" and values[key] is None:
+            values[key] = value
+    for key, kind in NEVER_NULL.items():
+        if key in values:
+            config.read(key, kind)
     values.setdefault("dtype", values.get("torch_dtype"))
     if "num_attention_heads" in values:
         _derive_attention(config)
@@ -242,12 +269,13 @@ def _rope_parameters(config: HFConfig) -> dict[str, Any]:
     """Rope settings in one form, whichever generation of keys the file uses.
 
     {"rope_type", "rope_theta", scaling keys...}; a model with two kinds of layers (Gemma 3) has
-    such a dict for each kind.
+    such a dict for each kind. The older `rope_scaling` counts where both are there, as in
+    transformers: what stands beside it may be no more than the family's default.
     """
-    given = config.read("rope_parameters", dict, None) or config.read("rope_scaling", dict, None)
+    given = config.read("rope_scaling", dict, None) or config.read("rope_parameters", dict, None)
     kinds = {"full_attention", "sliding_attention"}
     if given and set(given) <= kinds:
-        return {kind: _one_rope(config, given[kind] or {}, "rope_theta") for kind in given}
+        return {kind: _one_rope(config, given[kind] or {}, "rope_theta", True) for kind in given}
     local = LOCAL_BASES.get(config._values.get("model_type", ""))
     if local is None:
         return _one_rope(config, given or {}, "rope_theta")
@@ -257,7 +285,10 @@ def _rope_parameters(config: HFConfig) -> dict[str, Any]:
     }
 
 
-def _one_rope(config: HFConfig, given: dict[str, Any], theta_key: str) -> dict[str, Any]:
+def _one_rope(
+    config: HFConfig, given: dict[str, Any], theta_key: str, of_kind: bool = False
+) -> dict[str, Any]:
+    """of_kind: it is of one kind of layers, and then more than the config's own keys counts."""
     result = dict(given)
     legacy = result.pop("type", None)
     rope_type = result.setdefault("rope_type", legacy or "default")
@@ -269,7 +300,13 @@ def _one_rope(config: HFConfig, given: dict[str, Any], theta_key: str) -> dict[s
         result["rope_type"] = "default"
     if result.get("rope_theta") is None:
         result["rope_theta"] = config.read(theta_key, float, 10000.0)
-    for key in ("original_max_position_embeddings", "partial_rotary_factor"):
-        if key in config and key not in result:
-            result[key] = config._values[key]
+    values = config._values
+    if values.get("partial_rotary_factor") is not None:
+        result.setdefault("partial_rotary_factor", values["partial_rotary_factor"])
+    if result["rope_type"] in ORIGINAL_LENGTH:
+        key = "original_max_position_embeddings"
+        if values.get(key) is not None and not of_kind:
+            result[key] = values[key]
+        elif result.get(key) is None:
+            result[key] = values.get(key) or config.read("max_position_embeddings", int)
     return result

@@ -48,6 +48,7 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "hidden_act": "xielu",
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 65536,
+        "rope_theta": 12000000.0,
         "rope_parameters": LLAMA3_ROPE | {"rope_theta": 12000000.0, "factor": 8.0},
     },
     "arcee": LLAMA_LIKE
@@ -59,7 +60,9 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
     | {
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,
+        "head_dim": 128,
         "sliding_window": 8192,
+        "rope_theta": 1000000.0,
         "rope_parameters": LLAMA3_ROPE | {"rope_theta": 1000000.0, "factor": 16.0},
     },
     "ernie4_5": LLAMA_LIKE
@@ -71,7 +74,8 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_theta": 500000.0,
     },
-    "exaone4": LLAMA_LIKE | {"rms_norm_eps": 1e-5, "sliding_window_pattern": 4},
+    "exaone4": LLAMA_LIKE
+    | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     "exaone": LLAMA_LIKE
     | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "rope_theta": 500000.0},
     "falcon": COMMON
@@ -238,6 +242,7 @@ MINISTRAL3_DEFAULTS = LLAMA_LIKE | {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 262144,
     "sliding_window": None,
+    "rope_theta": 1000000.0,
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 1000000.0,
@@ -277,7 +282,6 @@ ALIASES: dict[str, dict[str, str]] = {
         "layer_norm_eps": "layer_norm_epsilon",
         "hidden_act": "activation",
     },
-    "gemma": {"hidden_activation": "hidden_act"},
     "gpt2": _GPT_NAMES,
     "gpt_bigcode": _GPT_NAMES,
     "gpt_neox": {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"},

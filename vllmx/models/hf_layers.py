@@ -42,7 +42,7 @@ def layer_types(config: HFConfig, values: dict[str, Any], layers: int) -> list[s
     if values.get("model_type") == "smollm3":  # layers that do not rotate have the window
         use = values["use_sliding_window"]
         return [sliding if use and not r else full for r in values["no_rope_layers"]]
-    if "use_sliding_window" in values:  # Qwen: the first layers stay full
+    if {"use_sliding_window", "max_window_layers"} <= values.keys():  # Qwen: the first stay full
         if not values["use_sliding_window"]:
             return [full] * layers
         return [sliding if i >= values["max_window_layers"] else full for i in range(layers)]

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vllmx.config import VllmConfig
+from vllmx.exceptions import WeightError
 from vllmx.ir.select import OpTable
 from vllmx.layers.activation import get_act_and_mul_fn
 from vllmx.layers.attention import Attention
@@ -39,8 +40,6 @@ from vllmx.models.utils import (
 class LlamaMLP(nn.Module):
     """down(act(gate(x)) * up(x)); the config's inner size, unless another is given."""
 
-    act_key = "hidden_act"
-
     def __init__(
         self,
         config: HFConfig,
@@ -51,7 +50,8 @@ class LlamaMLP(nn.Module):
         intermediate_size: int | None = None,
     ) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, intermediate_size or config.intermediate_size
+        hidden = config.hidden_size
+        inner = intermediate_size or config.read("intermediate_size", int)
         bias = config.read("mlp_bias", bool, False)
         shared: dict[str, Any] = {"vllm_config": vllm_config, "ops": ops}
         self.gate_up_proj = MergedColumnParallelLinear(
@@ -60,8 +60,12 @@ class LlamaMLP(nn.Module):
         self.down_proj = RowParallelLinear(
             inner, hidden, bias, prefix=f"{prefix}.down_proj", **shared
         )
-        self.hidden_act = config.read(self.act_key, str)
+        self.hidden_act = self.activation_of(config)
         self.act_fn = get_act_and_mul_fn(self.hidden_act, ops)
+
+    def activation_of(self, config: HFConfig) -> str:
+        """The name of act in the config."""
+        return config.read("hidden_act", str)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, H] -> [T, H]."""
@@ -297,13 +301,22 @@ class LlamaForCausalLM(nn.Module):
         """Load a checkpoint's (name, tensor) pairs; CheckpointError where they don't fit."""
         tied = self.config.tie_word_embeddings
         if tied:
-            weights = warn_of_own_head(weights, self.hf_to_vllm_mapper)
+            weights = warn_of_own_head(weights, self.hf_to_vllm_mapper, self.config.origin)
         loader = AutoWeightsLoader(self, skip_prefixes=("lm_head.",) if tied else ())
-        adapted = ((name, self.adapt(name, weight)) for name, weight in weights)
+        adapted = ((name, self._adapted(name, weight)) for name, weight in weights)
         loader.load_weights(adapted, self.hf_to_vllm_mapper)
         if tied:
             self.lm_head.tie_weights(self.model.embed_tokens)
         self.model.finish_loading()
+
+    def _adapted(self, name: str, weight: Any) -> Any:
+        try:
+            return self.adapt(name, weight)
+        except (IndexError, RuntimeError) as error:
+            shape = list(weight.shape)
+            raise WeightError(
+                f"weight {name} has shape {shape}, which the config's heads don't divide.", name
+            ) from error
 
     def adapt(self, name: str, weight: Any) -> Any:
         """A checkpoint's weight in our layout, where the family's is another."""

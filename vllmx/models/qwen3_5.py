@@ -10,6 +10,8 @@ multi-token prediction head are left out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -37,6 +39,7 @@ QWEN3_5_MAPPER = WeightsMapper(
         ".in_proj_a.": (".in_proj_ba.", "1"),
     }
 )
+NESTED_MAPPER = replace(QWEN3_5_MAPPER, renamed={NESTED: FLAT})
 
 
 class Qwen3_5DecoderLayer(Qwen3NextDecoderLayer):
@@ -64,7 +67,14 @@ class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Load a checkpoint's (name, tensor) pairs; CheckpointError where they don't fit, or where
         some text weights are named as in the text-only model and some as in the one with eyes."""
-        super().load_weights(_in_one_namespace(weights))
+        found, seen = _in_one_namespace(weights), []
+        for name, tensor in found:
+            seen.append((name, tensor))
+            if name.startswith(FLAT):
+                if name.startswith(NESTED):
+                    self.hf_to_vllm_mapper = NESTED_MAPPER
+                break
+        super().load_weights(chain(seen, found))
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
@@ -72,7 +82,7 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
 
 
 def _in_one_namespace(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The text weights under `model.`; CheckpointError names the two that disagree on where."""
+    """The text weights; CheckpointError names the two that disagree on where they lie."""
     first: dict[bool, str] = {}
     for name, tensor in weights:
         if name.startswith(LEFT_OUT):
@@ -85,6 +95,4 @@ def _in_one_namespace(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str,
                     f"the checkpoint mixes two models: {first[True]} is named as in a model with "
                     f"a vision tower, {first[False]} as in one without."
                 )
-            if nested:
-                name = FLAT + name.removeprefix(NESTED)
         yield name, tensor

@@ -7,6 +7,7 @@ Shapes: T tokens of the whole batch, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -173,3 +174,8 @@ class Qwen3NextForCausalLM(LlamaForCausalLM):
 
     model_cls = Qwen3NextModel
     layer_kinds = ("linear_attention", "full_attention")
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Load a checkpoint's (name, tensor) pairs but those of a head for drafting;
+        CheckpointError where they don't fit."""
+        super().load_weights((name, w) for name, w in weights if not name.startswith("mtp."))

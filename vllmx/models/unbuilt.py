@@ -12,12 +12,17 @@ from vllmx.exceptions import CheckpointError
 from vllmx.models.hf_config import HFConfig
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
+    "ada_rms_norm_t_cond": (None, False),
     "add_cross_attention": (None, False),
     "attention_chunk_size": (None,),
+    "attn_type": (None, "decoder"),
     "dual_chunk_attention_config": (None,),
+    "is_causal": (None, True),
+    "layer_scale": (None, False),
     "scale_attn_by_inverse_layer_idx": (None, False),
     "scale_attn_weights": (None, True),
     "use_bidirectional_attention": (None, False),
+    "use_cla": (None, False),
 }
 """Key -> its values that ask for nothing beyond what is built."""
 

@@ -54,8 +54,7 @@ class WeightsMapper:
         """(our name, shard id), or None for a weight that is left out."""
         if any(part in name for part in self.skip):
             return None
-        for part, ours in self.renamed.items():
-            name = name.replace(part, ours)
+        name = self.rename(name)
         if expert := _EXPERT.fullmatch(name):
             return f"{expert['layer']}.{expert['part']}", expert["number"]
         for part, (ours, shard_id) in self.stacked.items():
@@ -64,13 +63,34 @@ class WeightsMapper:
         return name, None
 
     def source_name(self, name: str, shard_id: str | None) -> str:
-        """The checkpoint's name of a shard of our layer `name`, for messages."""
+        """The checkpoint's name of a shard of our layer `name`, for messages: where it has all
+        shards as one matrix under a name of its own, that."""
+        last = name.rpartition(".")[2]
+        if any(ours.endswith(f".{last}.") for ours in self.renamed.values()):
+            shard_id = None
         for part, (ours, shard) in self.stacked.items():
-            if shard == shard_id and ours.strip(".") == name.rpartition(".")[2]:
-                name = name.removesuffix(ours.strip(".")) + part.strip(".")
+            if shard == shard_id and ours.strip(".") == last:
+                name = name.removesuffix(last) + part.strip(".")
                 break
-        for part, ours in reversed(self.renamed.items()):
-            name = f"{name}.".replace(ours, part).removesuffix(".")
+        return self._unrenamed(f"{name}.").removesuffix(".")
+
+    def _unrenamed(self, name: str) -> str:
+        """What is renamed to `name`; of several, what the longest parts of it stand for."""
+        found = {name: 0}
+        for _ in self.renamed:
+            for known, replaced in list(found.items()):
+                for part, ours in self.renamed.items():
+                    if ours in known:
+                        found.setdefault(known.replace(ours, part), replaced + len(ours))
+            if len(found) > 64:
+                break
+        fits = [known for known in found if self.rename(known) == name]
+        return max(fits, key=found.__getitem__, default=name)
+
+    def rename(self, name: str) -> str:
+        """`name` as our layers are called, shards apart."""
+        for part, ours in self.renamed.items():
+            name = name.replace(part, ours)
         return name
 
 
@@ -102,24 +122,31 @@ def by_head(weight: Tensor, group: int, head_dim: int) -> Tensor:
 
 
 def warn_of_own_head(
-    weights: Iterable[tuple[str, Any]], mapper: WeightsMapper
+    weights: Iterable[tuple[str, Any]], mapper: WeightsMapper, origin: str
 ) -> Iterator[tuple[str, Any]]:
     """The weights of a model whose head is its embedding, with a warning where the checkpoint
-    has a head of its own that is another: it is left out, as upstream leaves it out."""
+    has a head of its own that is another: it is left out, as upstream leaves it out.
+
+    origin: the config's file.
+    """
     head: Any = None
+    own = ""
     embedding: Any = None
     for name, weight in weights:
-        if name == "lm_head.weight":
-            head = weight
-        elif mapper.map_name(name) == ("model.embed_tokens.weight", None):
+        ours = mapper.map_name(name)
+        if ours == ("lm_head.weight", None):
+            head, own = weight, name
+        elif ours == ("model.embed_tokens.weight", None):
             embedding = weight
         yield name, weight
     if not (isinstance(head, Tensor) and isinstance(embedding, Tensor)):
         return
     if not torch.equal(head, embedding.to(head.dtype)):
         logger.warning(
-            "lm_head.weight is not the embedding and is left out, as tie_word_embeddings is true: "
-            "if it is meant, set tie_word_embeddings to false in config.json."
+            "%s: %s is not the embedding and is left out, as tie_word_embeddings is true: if it is "
+            "meant, set tie_word_embeddings to false in config.json.",
+            origin,
+            own,
         )
 
 
@@ -133,6 +160,7 @@ class AutoWeightsLoader:
             if isinstance(module, WeightHolder)
         }
         self.skip_prefixes = skip_prefixes
+        self.whole: set[str] = set()  # what the checkpoint has all shards of in one matrix
         self.kv_scales = KVScales(attention_layers(model))
 
     def load_weights(self, weights: Iterable[tuple[str, Any]], mapper: WeightsMapper) -> None:
@@ -158,18 +186,20 @@ class AutoWeightsLoader:
     ) -> Iterator[WeightHolder]:
         """Hand out the weights and yield each layer when it has got its last one."""
         for source_name, tensor in weights:
-            if source_name.startswith(self.skip_prefixes) and self.skip_prefixes:
-                continue
-            if self.kv_scales.take(source_name, tensor):
+            if self.kv_scales.take(mapper.rename(source_name), tensor):
                 continue
             mapped = mapper.map_name(source_name)
             if mapped is None:
                 continue
             name, shard_id = mapped
+            if name.startswith(self.skip_prefixes) and self.skip_prefixes:
+                continue
             module_name, _, param = name.rpartition(".")
             holder = self.holders.get(module_name)
             if holder is None:
                 raise WeightError(self._unexpected(source_name, module_name), source_name)
+            if shard_id is None:
+                self.whole.add(module_name.rpartition(".")[2])
             if holder.load_weight(param, shard_id, tensor, source_name):
                 yield holder
 
@@ -189,8 +219,10 @@ class AutoWeightsLoader:
                 if (param, shard) in have:
                     continue
                 own = holder.checkpoint_name(param, shard)
-                source = f"{mapper.source_name(name, shard)}.{param}"
+                part = None if name.rpartition(".")[2] in self.whole else shard
+                source = f"{mapper.source_name(name, part)}.{param}"
                 missing.append(source if own is None else mapper.source_name(f"{name}.{own}", None))
+        missing = list(dict.fromkeys(missing))  # a matrix of several shards is one
         if missing:
             shown = ", ".join(missing[:5])
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""

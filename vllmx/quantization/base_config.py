@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ from torch import Tensor
 from vllmx.config import VllmConfig
 from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
+from vllmx.models.hf_config import HFConfig, read_json
+
+MODELOPT = "hf_quant_config.json"
+"""Where ModelOpt says what config.json may not."""
 
 
 @dataclass
@@ -60,8 +64,10 @@ def quant_method_of(vllm_config: VllmConfig) -> str:
     model_config = vllm_config.model_config
     hf_config = model_config.hf_config
     stored = "gguf" if hf_config.gguf is not None else "unquantized"
-    if hf_config.raw.get("quantization_config"):
-        stored = hf_config.raw["quantization_config"].get("quant_method", "unnamed")
+    for key, told in _told(hf_config, Path(model_config.model)):
+        if not isinstance(told, dict):
+            raise CheckpointError(f"{hf_config.origin}: {key} is {told!r}, not a JSON object.")
+        stored = str(told.get("quant_method", "unnamed"))
     name = model_config.quantization or stored
     if name.replace("-", "_") not in quantization_methods():
         raise CheckpointError(
@@ -69,6 +75,16 @@ def quant_method_of(vllm_config: VllmConfig) -> str:
             f"supported are {', '.join(quantization_methods())}."
         )
     return name
+
+
+def _told(hf_config: HFConfig, folder: Path) -> Iterator[tuple[str, Any]]:
+    """What a checkpoint says of its quantisation, wherever a tool may have written it."""
+    for config in (hf_config, hf_config.text_config):
+        for key in ("quantization_config", "compression_config"):
+            if config.raw.get(key):
+                yield key, config.raw[key]
+    if (folder / MODELOPT).is_file():
+        yield MODELOPT, {"quant_method": "modelopt", **read_json(folder / MODELOPT)}
 
 
 def get_linear_method(vllm_config: VllmConfig, prefix: str) -> LinearMethodBase:

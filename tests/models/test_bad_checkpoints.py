@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every architecture with a tiny checkpoint refuses what it cannot compute: keys of the config that
+ask for other maths, and tensors that are missing, too many, of another shape or of another type."""
+
+import json
+import re
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_folders import in_folder
+
+from vllmx.config import VllmConfig, finalize
+from vllmx.engine.arg_utils import engine_args_to_config
+from vllmx.exceptions import CheckpointError
+from vllmx.ir.select import OpTable
+from vllmx.model_loader.loader import load_model
+from vllmx.model_loader.resolve import resolve_model
+from vllmx.models.unbuilt import HARMLESS
+from vllmx.tiny.configs import FAMILIES, config_of
+
+NAMES = sorted(name for name in FAMILIES if not name.endswith("-bf16"))
+ACTIVATIONS = ("activation", "activation_function", "hidden_act", "hidden_activation")
+WITHOUT_ROTATION = ("tiny-bloom", "tiny-gpt2", "tiny-gpt_bigcode", "tiny-mpt", "tiny-opt")
+"""Their positions are learned, or slopes."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Name -> the folder of a tiny checkpoint, written when it is asked for."""
+    return in_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@cache
+def settings() -> VllmConfig:
+    run = engine_args_to_config(model="somewhere", skip_tokenizer_init=True)
+    run.kernel.default_priority = ["torch"]
+    run.load.use_tqdm_on_load = False
+    return finalize(run)
+
+
+def load(folder: Path) -> None:
+    config = deepcopy(settings())
+    config.model_config.model = str(folder)
+    resolve_model(config)
+    load_model(config, OpTable(config.kernel_config, "cpu", torch.float32))
+
+
+def saying(name: str, folder: Path, key: str, value: object, outer: bool = False) -> Path:
+    """A folder with the config of a tiny model, which says something else; it has no weights."""
+    said = config_of(name)
+    (said if outer else said.get("text_config", said))[key] = value
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(said))
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_that_asks_for_other_maths_stops_the_load(tmp_path, name) -> None:
+    """Before a weight is read: what lacks is told of the config and not of the tensors."""
+    text = config_of(name).get("text_config", config_of(name))
+    kinds = len(text.get("layer_types", range(4)))
+    asked = [
+        *((key, "swoosh", "swoosh") for key in ACTIVATIONS if key in text),
+        ("layer_types", ["swirl"] * kinds, "swirl"),
+        ("quantization_config", {"quant_method": "fp8"}, "quantization method 'fp8'"),
+        ("compression_config", {"quant_method": "squeeze"}, "quantization method 'squeeze'"),
+        ("quantization_config", "fp8", "quantization_config is 'fp8', not a JSON object"),
+        *((key, "asked for", key) for key in HARMLESS if key != "attention_chunk_size"),
+    ]
+    if name not in WITHOUT_ROTATION:
+        spiral = {"rope_type": "spiral", "rope_theta": 1e4}
+        asked += [
+            (key, spiral, "rope_type 'spiral'") for key in ("rope_parameters", "rope_scaling")
+        ]
+    for number, (key, value, words) in enumerate(asked):
+        folder = saying(name, tmp_path / str(number), key, value)
+        with pytest.raises(CheckpointError, match=re.escape(words)):
+            load(folder)
+
+
+def test_quantisation_is_refused_wherever_it_is_told(tmp_path) -> None:
+    told = {"quantization": {"quant_algo": "FP8"}}
+    folder = saying("tiny-llama", tmp_path / "modelopt", "hidden_act", "silu")
+    (folder / "hf_quant_config.json").write_text(json.dumps(told))
+    with pytest.raises(CheckpointError, match="quantization method 'modelopt' is not supported"):
+        load(folder)
+    folder = saying(
+        "tiny-qwen3_5", tmp_path / "outer", "quantization_config", {"quant_method": "fp8"}, True
+    )
+    with pytest.raises(CheckpointError, match="quantization method 'fp8' is not supported"):
+        load(folder)
+
+
+def faults(tensors: dict[str, torch.Tensor], turn: int) -> list[tuple[str, dict, str]]:
+    """(what is wrong, the tensors, the name that has to be told), of tensors by turns."""
+    kinds = list({re.sub(r"\d+", "#", name): name for name in sorted(tensors)}.values())
+
+    def pick(offset: int, matrix: bool = False) -> str:
+        fit = [name for name in kinds if tensors[name].dim() > 1 or not matrix]
+        return fit[(7 * turn + offset) % len(fit)]
+
+    found = []
+    for offset in range(0, len(kinds), 5):
+        gone = pick(offset)
+        found.append(("missing", {k: v for k, v in tensors.items() if k != gone}, gone))
+    cut, wide, whole, narrow, lone = pick(1, True), pick(2), pick(3), pick(4), pick(5)
+    found += [
+        ("cut", {cut: tensors[cut][:-1].contiguous()}, cut),
+        ("deeper", {wide: tensors[wide][None].contiguous()}, wide),
+        ("whole numbers", {whole: tensors[whole].to(torch.int32)}, whole),
+        ("8 bits", {narrow: tensors[narrow].to(torch.float8_e4m3fn)}, narrow),
+        ("extra", {f"{lone}.more": torch.ones(3)}, f"{lone}.more"),
+    ]
+    stacked = [name for name in kinds if re.search(r"qkv|query_key_value|c_attn", name)]
+    for name in stacked:
+        found.append(("missing", {k: v for k, v in tensors.items() if k != name}, name))
+        found.append(("cut", {name: tensors[name][:-1].contiguous()}, name))
+    return [
+        (what, changed if what == "missing" else tensors | changed, name)
+        for what, changed, name in found
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_tensor_that_does_not_fit_is_named_with_its_file(folders, tmp_path, name) -> None:
+    source, file = folders(name), tmp_path / "model.safetensors"
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    for what, tensors, told in faults(load_file(source / file.name), NAMES.index(name)):
+        save_file(tensors, file, {"format": "pt"})
+        with pytest.raises(CheckpointError) as error:
+            load(tmp_path)
+        assert str(error.value).startswith(f"{file}: "), (what, told)
+        assert told in str(error.value), (what, told, str(error.value))
