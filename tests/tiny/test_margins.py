@@ -46,6 +46,6 @@ def test_what_is_decided_is_far_from_what_bfloat16_rounds(name: str, tmp_path) -
         assert len(chosen.unique()) == want.shape[-1], "no expert is idle"
         assert len(chosen.unique(dim=0)) > 20, "where a token goes is its own"
     flips = (exact.argmax(dim=-1) != rounded.argmax(dim=-1)).float().mean()
-    assert flips <= 0.01
+    assert flips <= 0.02
     assert len(exact.argmax(dim=-1).unique()) > 100
     assert exact.softmax(dim=-1).amax(dim=-1).mean() < 0.5, "nothing is nearly certain"

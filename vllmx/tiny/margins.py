@@ -30,6 +30,8 @@ ROUTER = 4.0
 """A router's weight on the element of an expert."""
 CALM = 0.125
 """What is left of its random weights: how an expert counts is the context's part."""
+PEAKED = 2.0
+"""What is added to the norms of queries: attention is to a few tokens, by what and where they are."""
 WRITERS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
 """Tensors whose results are added to the stream, [..., hidden, inner]."""
 
@@ -55,6 +57,8 @@ def decided(
                 tensor[:, CODE:kept] = LOUD * _wanted(config, draw)
         elif name.endswith(WRITERS):
             tensor[..., :kept, :] = 0.0
+        elif name.endswith("self_attn.q_norm.weight"):
+            tensor += PEAKED
         elif name.endswith("mlp.gate.weight"):
             tensor *= CALM
             own = CODE + np.argsort(draw(f"{name}/order", (experts,)))
