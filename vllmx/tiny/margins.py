@@ -31,7 +31,7 @@ ROUTER = 4.0
 CALM = 0.125
 """What is left of its random weights: how an expert counts is the context's part."""
 PEAKED = 2.0
-"""What is added to the norms of queries: attention is to a few tokens, by what and where they are."""
+"""What is added to the norms of queries: few tokens are attended to, by what and where they are."""
 WRITERS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
 """Tensors whose results are added to the stream, [..., hidden, inner]."""
 
