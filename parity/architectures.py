@@ -69,13 +69,14 @@ def _is_architecture(name: str) -> bool:
 def tiny_models() -> dict[str, str]:
     """Architecture -> its tiny model, of those that have goldens."""
     from vllmx.tiny.configs import FAMILIES
+    from vllmx.tiny.margins import SUFFIX
 
     index = json.loads((ROOT / "parity/goldens/models/index.json").read_text(encoding="utf-8"))
     recorded = {name.split("/")[0] for name in index["goldens"]}
     return {
         family["architectures"][0]: name
         for name, family in FAMILIES.items()
-        if name in recorded and not name.endswith("-bf16")
+        if name in recorded and not name.endswith(SUFFIX)
     }
 
 

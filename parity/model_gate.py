@@ -192,14 +192,13 @@ def _flips(want: Scores, floor: Scores, got: Ours, limits: ModelLimits) -> dict[
         cap = 0.30 + 0.35 * -float(want.val[row][0])
         unexcused += min(oracle_margin, own_margin) > min(tie, cap)
     excused = len(flipped) - unexcused
-    share = 1.0 - len(flipped) / max(n, 1)
     wanted = max(0.95, 1.0 - floor_rate - 0.02)
     # One flip among less than twenty positions is more than one in twenty.
     unlike = max(1.0 - wanted, 1 / max(n, 1))
     return {
         "flips": Check(float(unexcused), 0.0),
         "ties": Check(float(excused), float(binomial_bound(n, max(floor_rate, 1 / n)))),
-        "unlike": Check(1.0 - share, unlike),
+        "unlike": Check(len(flipped) / max(n, 1), unlike),
     }
 
 

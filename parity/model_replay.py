@@ -133,7 +133,10 @@ def _composed(name: str, root: Path) -> list[str]:
 
 
 def limits_name(cell: ModelCell) -> str:
-    """The limits in policy.yaml of a cell: what `auto` takes differs between the devices."""
+    """The limits in policy.yaml of a cell: what `auto` takes differs between the devices. A model
+    in bfloat16 has those of 16-bit numbers with every provider: `torch` says what float32 does."""
+    if cell.entry.dtype == "bfloat16":
+        return "auto"
     return cell.provider if cell.device == "cpu" else f"{cell.provider}-{cell.device}"
 
 

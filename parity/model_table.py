@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from vllmx.tiny.configs import HYBRIDS
 from vllmx.tiny.dense_configs import DENSE_FAMILIES
 from vllmx.tiny.latent import LATENT_FAMILIES
+from vllmx.tiny.margins import SUFFIX
 from vllmx.tiny.sparse_configs import MORE_SPARSE
 from vllmx.tiny.twins import TWIN_FAMILIES
 
@@ -37,6 +39,8 @@ LANES = {
 FLOAT32 = ("vllm-cpu-f32", "hf-cpu-f32")
 """Lanes of a model: the golden, then the one whose distance from it is the floor. With a third lane
 the floor is the distance of the second from that: what bfloat16 costs."""
+BFLOAT16 = ("vllm-cpu-bf16", "hf-cpu-bf16", "hf-cpu-f32")
+"""Lanes of a hybrid in bfloat16, where upstream is as it is."""
 GOLDEN_LANE, FLOOR_LANE = FLOAT32
 TOP_K = 32
 SKETCH_TOKENS = 8
@@ -203,6 +207,8 @@ Olmo3 to compute them in float32."""
 SPARSE = TINY | {"top_k": 16}
 HYBRID = SPARSE | {"prompt_lengths": (1, 9, 25, 33, 49, 65, 81, 97)}
 """Blocks of models with recurrent layers are longer: here of 32 or 48 tokens."""
+HALF = {**HYBRID, "lanes": BFLOAT16, "prompt_lengths": (1, 9, 33, 65, 81, 97, 113, 129)}
+"""In bfloat16. A class of few positions says little where each is off by a rounding."""
 MODELS = {
     entry.name: entry
     for entry in (
@@ -218,6 +224,7 @@ MODELS = {
         ModelEntry("tiny-qwen3_5", **HYBRID),
         ModelEntry("tiny-qwen3_5_moe", **HYBRID),
         ModelEntry("tiny-qwen3_next", **HYBRID),
+        *(ModelEntry(name + SUFFIX, **HALF) for name in HYBRIDS),
         ModelEntry("tiny-mixtral", **SPARSE),
         ModelEntry("tiny-qwen3_moe", **SPARSE),
         ModelEntry("tiny-glm4_moe", **SPARSE),

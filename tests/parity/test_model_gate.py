@@ -241,7 +241,7 @@ MUTANTS = {
     "no tie allowed": ("max(floor_rate, 1 / n)", "0.0"),
     "ties as often as you like": ("max(floor_rate, 1 / n)", "1.0"),
     "the oracles' flips ignored": ("max(floor_rate, 1 / n)", "1 / n"),
-    "exact ignored": ("Check(1.0 - share, unlike)", "Check(0.0, unlike)"),
+    "exact ignored": ("Check(len(flipped) / max(n, 1), unlike)", "Check(0.0, unlike)"),
     "exact to the last": ("wanted = max(0.95, 1.0 - floor_rate - 0.02)", "wanted = 1.0"),
     "no coverage": ("return int(((theirs >= COVERAGE)", "return 0 * int(((theirs >= COVERAGE)"),
     "coverage of the flat": ("(theirs >= COVERAGE) & (mine", "(theirs >= 0) & (mine"),

@@ -17,16 +17,13 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from vllmx.tiny.configs import SIZES, config_of
+from vllmx.tiny.margins import SUFFIX, decided
 from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
 from vllmx.tiny.sparse_configs import GENERATION_CONFIGS
 from vllmx.tiny.tensors import shapes
 from vllmx.tiny.tokenizer import tokenizer_files
 from vllmx.tiny.twins import TWINS
 
-QUIET = "-bf16"
-"""Ends the names of models that are held to a golden of bfloat16. Where they have experts, a token
-whose router hesitates goes elsewhere by a rounding, which must not be another answer: what each
-routed expert gives is a sixteenth of what it is in the model for float32."""
 NUMBERS = {"beta": 0.5, "eps": -1e-6}
 """Numbers that a checkpoint holds beside its weights."""
 
@@ -77,9 +74,9 @@ def save(name: str, folder: Path) -> None:
     # A provider that rounds weights to half precision must send tokens to the same experts, and a
     # model is judged by what it computes, not by what its weights lose.
     tensors = {key: as_bfloat16(tensor) for key, tensor in tensors.items()}
-    if name.endswith(QUIET):
-        quiet = {k: t / 16 for k, t in tensors.items() if ".experts." in k and "down_proj" in k}
-        tensors |= quiet
+    if name.endswith(SUFFIX):
+        tensors = decided(tensors, text, lambda key, shape: weight(name, key, shape, False))
+        tensors = {key: as_bfloat16(tensor) for key, tensor in tensors.items()}
     save_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
     vocab_size = text.get("padded_vocab_size") or text["vocab_size"]
     for file, content in tokenizer_files(vocab_size).items():

@@ -8,6 +8,7 @@ from typing import Any
 from vllmx.tiny.dense_configs import DENSE_FAMILIES, NULL
 from vllmx.tiny.head_sizes import HEAD_SIZES
 from vllmx.tiny.latent import LATENT_FAMILIES
+from vllmx.tiny.margins import SUFFIX
 from vllmx.tiny.sparse import SPARSE_FAMILIES
 from vllmx.tiny.sparse_configs import MORE_SPARSE
 from vllmx.tiny.twins import TWIN_FAMILIES
@@ -126,8 +127,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Name -> what its config.json says beside SIZES, which a text_config takes where there is one."""
 HYBRIDS = ("tiny-qwen3_5", "tiny-qwen3_5_moe", "tiny-qwen3_next")
-"""Models that have a sister for goldens of bfloat16: checkpoint.py says what is different."""
-FAMILIES |= {f"{name}-bf16": FAMILIES[name] for name in HYBRIDS}
+"""Models that have a sister for goldens of bfloat16, whose weights decide by more than that rounds
+(margins.py)."""
+
+
+def _with_head(family: dict[str, Any]) -> dict[str, Any]:
+    """The same with a head of its own, which a sister's has to be."""
+    untied = {"tie_word_embeddings": False}
+    text = {"text_config": family["text_config"] | untied} if "text_config" in family else {}
+    return family | untied | text
+
+
+FAMILIES |= {name + SUFFIX: _with_head(FAMILIES[name]) for name in HYBRIDS}
 
 
 def config_of(name: str) -> dict[str, Any]:
