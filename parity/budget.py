@@ -28,7 +28,7 @@ class Allowance:
 ALLOWED = {
     "ops": Allowance(10 * MB, MAX_BYTES),
     "ops_gpu": Allowance(3 * MB, MAX_BYTES),
-    "models": Allowance(19 * MB, 512 * 1024),
+    "models": Allowance(21 * MB, 512 * 1024),
     "models_gpu": Allowance(2 * MB, 512 * 1024),
     "schedule": Allowance(8 * MB, 40 * 1024),
     "text": Allowance(1 * MB, 64 * 1024),
