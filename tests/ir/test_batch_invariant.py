@@ -2,11 +2,10 @@
 """What claims that a row's result depends on the row alone is held to it, bit by bit."""
 
 import copy
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from interpreter import multiply_row_by_row
 
 from vllmx.attention.batch_invariant import VARIANTS
 from vllmx.config import KernelConfig
@@ -14,7 +13,6 @@ from vllmx.exceptions import UserError
 from vllmx.ir.op import IrOp, IrOpImpl, OpContext
 from vllmx.ir.row_by_row import row_by_row
 from vllmx.ir.select import NOBODY, OpTable, explain, load_ops
-from vllmx.platform import has
 
 OPS = load_ops()
 ROWS = 70
@@ -116,18 +114,8 @@ def threads(request):
 
 
 @pytest.fixture(autouse=True)
-def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter multiplies by NumPy's library, which on CPUs without AVX-512 adds up the
-    last rows of a matrix otherwise than the others; tensor cores don't."""
-    if not has("triton"):
-        return
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    def create_dot(_: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
-        rows = [np.matmul(row[None], b.data, dtype=d.data.dtype) for row in a.data]
-        return TensorHandle(np.concatenate(rows) + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+def _products(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply_row_by_row(monkeypatch)
 
 
 def threads_of(provider: str) -> tuple[int, ...]:
