@@ -27,7 +27,7 @@ def compiled(tmp_path_factory):
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
-        [sys.executable, str(CHILD)], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, str(CHILD)], env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
