@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from interpreter import multiply_row_by_row
 
 from parity.op_cells import OpCell
 from parity.op_replay import Lane
@@ -89,7 +90,8 @@ def test_no_tokens_and_rows_of_something_wider() -> None:
     torch.testing.assert_close(got, EXPERTS.fn(**given), atol=1e-5, rtol=1e-5)
 
 
-def test_with_fixed_tiles_a_row_alone_has_the_bits_that_it_has_in_a_batch() -> None:
+def test_with_fixed_tiles_a_row_alone_has_the_bits_that_it_has_in_a_batch(monkeypatch) -> None:
+    multiply_row_by_row(monkeypatch)
     fn = EXPERTS.impls["triton"].invariant_fn
     given = inputs(40, 4, 2, 64, 32)
     whole = fn(**given)
