@@ -76,24 +76,11 @@ def test_a_family_says_the_same_under_its_own_name(folders, tmp_path, name) -> N
     assert torch.equal(want, got)
 
 
-RMS_NORMED = {"cohere2_moe": {"rms_norm_eps": 1e-5}}
-"""Without it a model of that family has layer norms, which are refused."""
-
-
-def test_cohere_2_moe_with_layer_norms_is_refused_by_the_name_of_their_key(
-    folders, tmp_path
-) -> None:
-    folder = changed(folders("tiny-cohere2_moe"), tmp_path / "other", rms_norm_eps=None)
-    with pytest.raises(CheckpointError, match=r"config\.json: 'rms_norm_eps' is None"):
-        HybridDriver(folder)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_left_out_are_those_of_transformers(family) -> None:
     from transformers import AutoConfig
 
-    theirs = AutoConfig.for_model(family)
-    ours = HFConfig({"model_type": family, **RMS_NORMED.get(family, {})})
+    theirs, ours = AutoConfig.for_model(family), HFConfig({"model_type": family})
     rope = getattr(theirs, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     mine = ours.rope_parameters.get("full_attention", ours.rope_parameters)
@@ -122,7 +109,7 @@ def test_layer_types_left_out_are_those_of_transformers(family, more) -> None:
     from transformers import AutoConfig
 
     said = {"num_hidden_layers": 9, "num_attention_heads": 8, "num_key_value_heads": 8}
-    said |= {"hidden_size": 64, **more, **RMS_NORMED.get(family, {})}
+    said |= {"hidden_size": 64, **more}
     theirs = AutoConfig.for_model(family, **said)
     assert HFConfig({"model_type": family, **said}).layer_types == list(theirs.layer_types)
 
@@ -143,13 +130,14 @@ def test_late_queries_of_llama4_grow_where_upstreams_do(told, longest, tuned) ->
 @pytest.mark.parametrize(
     "config",
     [
+        {"rms_norm_eps": None, "layer_norm_eps": 1e-5},
         {"expert_selection_fn": "softmax", "shared_expert_combination_strategy": "sum"},
         {"prefix_dense_sliding_window_pattern": 2, "norm_topk_prob": False},
     ],
     ids=lambda config: next(iter(config)),
 )
 def test_other_models_of_coheres_are_those_of_transformers(folders, tmp_path, config) -> None:
-    """Routers and rotations that the tiny one has not."""
+    """Norms, routers and rotations that the tiny one has not."""
     folder = changed(folders("tiny-cohere2_moe"), tmp_path / "other", **config)
     ids = [3 + 37 * i % 1000 for i in range(60)]
     with torch.inference_mode():

@@ -8,6 +8,7 @@ the choice. Layers for drafting, behind the model's own, are left out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -94,18 +95,31 @@ def router_of(config: HFConfig, experts: int) -> dict[str, Any]:
     }
 
 
-def bailing_mlp(config: HFConfig, *, prefix: str, **shared: Any) -> nn.Module:
+def size_of_shared(config: HFConfig) -> int:
+    """Inner size of all shared experts together: that of one, which the config may name, times
+    their number."""
+    inner = config.read("moe_intermediate_size", int)
+    each = config.read("moe_shared_expert_intermediate_size", (int, type(None)), None) or inner
+    return each * config.read("num_shared_experts", int)
+
+
+def bailing_mlp(
+    config: HFConfig,
+    *,
+    prefix: str,
+    shared_size: Callable[[HFConfig], int] = size_of_shared,
+    **shared: Any,
+) -> nn.Module:
     """One MLP in the first first_k_dense_replace layers, then experts."""
     if layer_index(prefix) < config.read("first_k_dense_replace", int):
         return LlamaMLP(config, prefix=prefix, **shared)
-    experts, inner = config.read("num_experts", int), config.read("moe_intermediate_size", int)
-    each = config.read("moe_shared_expert_intermediate_size", (int, type(None)), None) or inner
+    experts = config.read("num_experts", int)
     return SharedExpertsMoE(
         config,
         experts,
         config.read("num_experts_per_tok", int),
-        inner,
-        each * config.read("num_shared_experts", int),
+        config.read("moe_intermediate_size", int),
+        shared_size(config),
         prefix=prefix,
         **router_of(config, experts),
         **shared,

@@ -111,7 +111,7 @@ NEVER_NULL: dict[str, type] = {
     "rms_norm_eps": float,
     "vocab_size": int,
 }
-"""Keys that have no meaning of `null`, or of another type."""
+"""Keys that have no meaning of another type, or of `null` where a family's default isn't that."""
 ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 """Rotations that scale by the length that a model was trained with."""
 
@@ -218,12 +218,18 @@ def _normalise(config: HFConfig) -> None:
         if key == "rope_parameters" and values[key] is None:
             values[key] = value
     for key, kind in NEVER_NULL.items():
-        if key in values:
+        if key in values and not _means_null(values, key):
             config.read(key, kind)
     values.setdefault("dtype", values.get("torch_dtype"))
     if "num_attention_heads" in values:
         _derive_attention(config)
     values["rope_parameters"] = _rope_parameters(config)
+
+
+def _means_null(values: dict[str, Any], key: str) -> bool:
+    """Whether `key` is null in a family that gives this a meaning, by having it as its default."""
+    default = DEFAULTS.get(values.get("model_type", ""), {}).get(key, REQUIRED)
+    return values[key] is None and default is None
 
 
 def _value_at(values: dict[str, Any], path: str) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vllmx.exceptions import CheckpointError
 from vllmx.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import (
@@ -75,32 +74,25 @@ class TeleChat2ForCausalLM(LlamaForCausalLM):
             ".self_attention.dense.": ".self_attn.o_proj.",
             ".self_attention.": ".self_attn.",
         },
+        apart={".key.": ".key_value.", ".value.": ".key_value."},
     )
     model_cls = TeleChat2Model
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Load a checkpoint's (name, tensor) pairs; CheckpointError where they don't fit."""
-        super().load_weights(_apart(weights, self.config))
+        super().load_weights(_apart(weights, self.config.head_dim))
 
 
 class TeleChatForCausalLM(TeleChat2ForCausalLM):
     """TeleChat, which upstream serves with the same class."""
 
 
-def _apart(weights: Iterable[tuple[str, Any]], config: HFConfig) -> Iterator[tuple[str, Any]]:
-    """The weights, with the keys and the values of a layer as two matrices; CheckpointError where
-    a layer has none."""
-    lacking = {
-        f"transformer.h.{layer}.self_attention.key_value.weight": None
-        for layer in range(config.num_hidden_layers)
-    }
+def _apart(weights: Iterable[tuple[str, Any]], head_dim: int) -> Iterator[tuple[str, Any]]:
+    """The weights, with the keys and the values of a layer as two matrices."""
     for name, weight in weights:
-        lacking.pop(name, None)
         if ".key_value." not in name or not isinstance(weight, Tensor) or weight.dim() != 2:
             yield name, weight
             continue
-        rows = weight.unflatten(0, (-1, 2, config.head_dim))
+        rows = weight.unflatten(0, (-1, 2, head_dim))
         yield name.replace(".key_value.", ".key."), rows[:, 0].flatten(0, 1)
         yield name.replace(".key_value.", ".value."), rows[:, 1].flatten(0, 1)
-    if lacking:
-        raise CheckpointError(f"the checkpoint lacks {', '.join(lacking)}.")

@@ -7,6 +7,8 @@ Upstream's class makes Llama's embedding, without the multiplier, and is not fol
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from vllmx.models.hf_config import HFConfig
@@ -16,12 +18,15 @@ from vllmx.models.llama import LlamaForCausalLM, LlamaModel
 class TeleFLMModel(LlamaModel):
     """Multiplied embedding, layers, final norm."""
 
+    def __init__(self, config: HFConfig, **shared: Any) -> None:
+        super().__init__(config, **shared)
+        scaled = config.read("use_mup", bool)
+        self.input_mult = config.read("input_mult", float) if scaled else 1.0
+
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Rows of the table, times input_mult where use_mup says so."""
         rows = self.embed_tokens(input_ids)
-        if not self.config.read("use_mup", bool):
-            return rows
-        return rows * self.config.read("input_mult", float)
+        return rows if self.input_mult == 1.0 else rows * self.input_mult
 
 
 class TeleFLMForCausalLM(LlamaForCausalLM):

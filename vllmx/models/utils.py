@@ -42,13 +42,16 @@ class WeightsMapper:
 
     stacked: part of a checkpoint name -> (part of ours, shard id);
     skip: parts of names that carry nothing we need;
-    renamed: part of a checkpoint name -> ours, one after the other, before the rest.
+    renamed: part of a checkpoint name -> ours, one after the other, before the rest;
+    apart: part of a name that the model makes -> that of the checkpoint's matrix it is made from,
+    where a model takes matrices apart before it loads them.
     A matrix of one expert becomes a part of its layer, with the expert's number for a shard id.
     """
 
     stacked: dict[str, tuple[str, str]] = field(default_factory=dict)
     skip: tuple[str, ...] = ("rotary_emb.inv_freq",)
     renamed: dict[str, str] = field(default_factory=dict)
+    apart: dict[str, str] = field(default_factory=dict)
 
     def map_name(self, name: str) -> tuple[str, str | None] | None:
         """(our name, shard id), or None for a weight that is left out."""
@@ -70,7 +73,7 @@ class WeightsMapper:
             shard_id = None
         for part, (ours, shard) in self.stacked.items():
             if shard == shard_id and ours.strip(".") == last:
-                name = name.removesuffix(last) + part.strip(".")
+                name = name.removesuffix(last) + self.apart.get(part, part).strip(".")
                 break
         return self._unrenamed(f"{name}.").removesuffix(".")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllmx.core.output import LogprobsLists
 from vllmx.sample.logprob import compute_topk_logprobs
-from vllmx.sample.ops import get_sampler_ops
+from vllmx.sample.ops import SamplerOps
 from vllmx.worker.input_batch import InputBatch
 from vllmx.worker.states import RequestState
 
@@ -20,11 +20,14 @@ ROWS_AT_ONCE = 256
 
 
 class PromptLogprobsWorker:
-    """Collects them chunk by chunk and hands them over when the prompt is complete."""
+    """Collects them chunk by chunk and hands them over when the prompt is complete.
 
-    def __init__(self, states: RequestState, batch_invariant: bool = False) -> None:
+    `ops` are the sampler's, so that a prompt is scored by the kernels that score what is sampled.
+    """
+
+    def __init__(self, states: RequestState, ops: SamplerOps) -> None:
         self.states = states
-        self.token_values = get_sampler_ops(states.device, batch_invariant).token_logprobs
+        self.token_values = ops.token_logprobs
         self.wanted: dict[str, int] = {}
         self.chunks: dict[str, list[LogprobsLists]] = {}
 

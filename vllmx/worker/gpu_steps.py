@@ -26,7 +26,7 @@ from vllmx.worker.buffer_utils import PackedBuffer
 from vllmx.worker.cudagraph_utils import ModelCudaGraphManager, resolve_cudagraph_mode
 from vllmx.worker.input_batch import HostBatch, InputBatch, gather_on_host
 from vllmx.worker.input_buffers import AsyncOutput, InputBuffers
-from vllmx.worker.mixed_graph import MixedGraph
+from vllmx.worker.mixed_graph import MixedGraphs
 
 if TYPE_CHECKING:
     from vllmx.worker.model_runner import GPUModelRunner
@@ -57,7 +57,7 @@ class GPUSteps:
         self.cudagraph_manager = ModelCudaGraphManager(
             runner.vllm_config, mode, self._send_padding, self._decode_step
         )
-        self.mixed_graph = MixedGraph.of(self)
+        self.mixed_graphs = MixedGraphs.of(self)
         self.events = [torch.cuda.Event() for _ in range(PackedBuffer.DEPTH)]
         # The last steps' outputs; more are not under way.
         self.pending: deque[AsyncOutput] = deque(maxlen=PackedBuffer.DEPTH)
@@ -80,9 +80,9 @@ class GPUSteps:
 
     def _capture_mixed(self) -> int:
         """Capture the graph of full steps, if there is to be one; the bytes that it takes."""
-        if self.mixed_graph is None:
+        if self.mixed_graphs is None:
             return 0
-        return self.mixed_graph.capture(*self.cudagraph_manager.pool_and_stream())
+        return self.mixed_graphs.whole.capture(*self.cudagraph_manager.pool_and_stream())
 
     @torch.inference_mode()
     def profile_cudagraph_memory(self) -> int:
@@ -90,8 +90,8 @@ class GPUSteps:
         if not self.cudagraph_manager.sizes:
             return 0
         taken = self._capture_mixed() + self.cudagraph_manager.profile_memory()
-        if self.mixed_graph is not None:
-            self.mixed_graph.drop()
+        if self.mixed_graphs is not None:
+            self.mixed_graphs.whole.drop()
         return taken
 
     @torch.inference_mode()
@@ -99,9 +99,9 @@ class GPUSteps:
         """Run once, without a graph, each step that is to be captured at the start."""
         if not self.cudagraph_manager.needs_capture():
             return
-        if self.mixed_graph is not None:
-            self.mixed_graph.send_padding()
-            self.mixed_graph.step()
+        if self.mixed_graphs is not None:
+            self.mixed_graphs.whole.send_padding()
+            self.mixed_graphs.whole.step()
         for size in self.cudagraph_manager.sizes:
             self._send_padding(size)
             self._decode_step(size)
@@ -125,9 +125,10 @@ class GPUSteps:
                 states.preprocess_state(host)
             runner.attn_builders.plan_replay(desc.num_reqs, host.seq_lens_np)
             return batch, self.cudagraph_manager.run_fullgraph(desc)[:num_reqs]
-        if self.mixed_graph is not None and self.mixed_graph.takes(host):
-            self.mixed_graph.send(host)
-            return batch, self.mixed_graph.run(host.num_tokens)
+        mixed = None if self.mixed_graphs is None else self.mixed_graphs.find(host)
+        if mixed is not None:
+            mixed.send(host)
+            return batch, mixed.run(host.num_tokens)
         buffers.send(host)
         if states is not None:
             states.preprocess_state(host)

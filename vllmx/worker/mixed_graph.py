@@ -1,25 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 # upstream: vllm/v1/worker/gpu/cudagraph_utils.py (FULL mode of mixed batches) @ v0.25.0
-"""One CUDA graph for steps that fill the token budget, whatever prompts and decodes are in them.
+"""CUDA graphs for steps with prompts in them, one for each of some numbers of tokens.
 
-Such steps keep the device busy for long, and a host that launches each kernel by itself is longer
-at it than the device is. The graph has room for every request there may be and for every tile that
-their prompts may be cut into; what a batch doesn't use of it is padding. Sampling comes after it.
+A host that launches each kernel of such a step by itself is longer at it than the device is, unless
+the model is large. A graph has room for every request there may be and for every tile that their
+prompts may be cut into; what a batch doesn't use of it is padding. Sampling comes after it. That of
+the whole token budget is captured with the graphs of decode steps, a smaller one when the first
+batch comes that it holds.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllmx.attention.backends.triton_attn import prefill_tiles
 from vllmx.forward_context import ForwardContext, set_forward_context
-from vllmx.kernels.triton_attention import tokens_of_a_tile
+from vllmx.kernels.triton_attention import processors_of, tokens_of_a_tile
 from vllmx.layers.attention import attention_layers
+from vllmx.layers.fused_moe import FusedMoE
+from vllmx.layers.parameter import WeightHolder
+from vllmx.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllmx.worker.buffer_utils import PackedBuffer
 from vllmx.worker.cudagraph_utils import capture
 from vllmx.worker.input_batch import HostBatch
@@ -33,6 +41,14 @@ SMALLEST_BUDGET = 1024
 """Tokens of a step below which the device would wait for padding rather than for the host."""
 FULL_ENOUGH = 0.9
 """Share of the budget that a batch must fill: the rest is computed for nothing."""
+SIZES = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144)
+"""Tokens of the smaller graphs."""
+HIDDEN_WORK = 1.0e9
+"""Parameters of a layer times tokens, for each processor of the device, that it gets through while
+the host launches the layer's kernels: 0.45 ms of an H200's 132 processors at 600 TFLOP/s. A smaller
+graph of more than that would be waited for longer than the host."""
+TABLES = (VocabParallelEmbedding, ParallelLMHead)
+"""Layers that a step does not run over all of its tokens."""
 LONGEST_DECODE = 16384
 """Tokens of a decoding request's context, at most: its keys are not split over programs here."""
 
@@ -62,38 +78,15 @@ class MixedGraph:
             start += 2 * room
         self.graph: torch.cuda.CUDAGraph | None = None
         self.hidden_states: Tensor | None = None
+        self.without = False  # no memory was left for it
 
-    @classmethod
-    def of(cls, steps: GPUSteps) -> MixedGraph | None:
-        """None where it would not pay, or where some layer can't be captured so."""
-        runner = steps.runner
-        budget = runner.vllm_config.scheduler_config.max_num_batched_tokens
-        assert budget is not None
-        backends = {layer.backend for layer in attention_layers(runner.model).values()}
-        if (
-            steps.cudagraph_manager.cudagraph_mode != "FULL"
-            or budget < SMALLEST_BUDGET
-            or runner.model_state is not None
-            or runner.vllm_config.kernel_config.batch_invariant
-            or not all(backend.supports_mixed_cudagraph() for backend in backends)
-        ):
-            return None
-        return cls(steps, budget)
-
-    def takes(self, host: HostBatch) -> bool:
-        """Whether a batch runs in the graph."""
+    def holds(self, host: HostBatch) -> bool:
+        """Whether a batch of at most `num_tokens` tokens can run in the graph."""
         reqs, tokens = len(host.req_ids), host.num_tokens
-        if tokens < FULL_ENOUGH * self.num_tokens:
-            return False
         if tokens < self.num_tokens and reqs == self.max_reqs:
             return False  # padding tokens belong to a request that is none
         decodes = host.seq_lens_np[host.num_scheduled_tokens == 1]
-        if len(decodes) and int(decodes.max()) > LONGEST_DECODE:
-            return False
-        manager = self.steps.cudagraph_manager
-        if self.graph is None and manager.lazy:
-            self.capture(*manager.pool_and_stream())
-        return self.graph is not None
+        return not len(decodes) or int(decodes.max()) <= LONGEST_DECODE
 
     def send(self, host: HostBatch) -> None:
         """Send the packet of a batch, filled up, and its tiles."""
@@ -162,3 +155,78 @@ class MixedGraph:
         self.graph.replay()
         assert self.hidden_states is not None
         return self.hidden_states[:num_tokens]
+
+
+class MixedGraphs:
+    """The graphs of `steps`, of `sizes` tokens, the last of which is the token budget."""
+
+    def __init__(self, steps: GPUSteps, sizes: Sequence[int]) -> None:
+        self.steps = steps
+        self.graphs = {size: MixedGraph(steps, size) for size in sorted(sizes)}
+        self.sizes = list(self.graphs)
+
+    @classmethod
+    def of(cls, steps: GPUSteps) -> MixedGraphs | None:
+        """None where they would not pay, or where some layer can't be captured so."""
+        runner = steps.runner
+        budget = runner.vllm_config.scheduler_config.max_num_batched_tokens
+        assert budget is not None
+        layers = attention_layers(runner.model)
+        if (
+            steps.cudagraph_manager.cudagraph_mode != "FULL"
+            or budget < SMALLEST_BUDGET
+            or runner.model_state is not None
+            or runner.vllm_config.kernel_config.batch_invariant
+            or not all(layer.backend.supports_mixed_cudagraph() for layer in layers.values())
+        ):
+            return None
+        most = most_tokens(runner.model, len(layers), processors_of(torch.device(runner.device)))
+        return cls(steps, [*(size for size in SIZES if size < min(budget, most)), budget])
+
+    @property
+    def whole(self) -> MixedGraph:
+        """The graph of steps that fill the budget."""
+        return self.graphs[self.sizes[-1]]
+
+    def find(self, host: HostBatch) -> MixedGraph | None:
+        """The smallest graph that a batch runs in, captured if it has not been; None: it runs
+        without one."""
+        place = bisect_left(self.sizes, host.num_tokens)
+        if place == len(self.sizes):
+            return None
+        graph = self.graphs[self.sizes[place]]
+        whole = graph is self.whole
+        if whole and host.num_tokens < FULL_ENOUGH * graph.num_tokens:
+            return None
+        if not graph.holds(host):
+            return None
+        if graph.graph is None and not self._capture(graph):
+            return None
+        return graph
+
+    def _capture(self, graph: MixedGraph) -> bool:
+        """Capture a graph now, if its time is not the start; whether it is there."""
+        manager = self.steps.cudagraph_manager
+        if graph.without or (graph is self.whole and not manager.lazy):
+            return False
+        try:
+            graph.capture(*manager.pool_and_stream())
+        except torch.OutOfMemoryError as error:
+            logger.warning(
+                "steps of %d tokens run without a graph, for which no memory is left (%s); lower "
+                "--gpu-memory-utilization to leave some",
+                *(graph.num_tokens, str(error).partition("\n")[0]),
+            )
+            graph.without = True
+        return graph.graph is not None
+
+
+def most_tokens(model: nn.Module, num_layers: int, processors: int) -> int:
+    """Tokens of a step up to which the host, launching it, is longer at it than the device."""
+    work = 0
+    for part in model.modules():
+        if not isinstance(part, WeightHolder) or isinstance(part, TABLES):
+            continue
+        size = sum(math.prod(shape) for shape in part.expected_weights().values())
+        work += size * part.top_k // part.num_experts if isinstance(part, FusedMoE) else size
+    return int(HIDDEN_WORK * processors * num_layers / max(work, 1))

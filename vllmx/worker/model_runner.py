@@ -165,7 +165,7 @@ class GPUModelRunner:
             ),
             ops=get_sampler_ops(self.device, invariant, priority=kernel_config.default_priority),
         )
-        self.prompt_logprobs_worker = PromptLogprobsWorker(self.req_states, invariant)
+        self.prompt_logprobs_worker = PromptLogprobsWorker(self.req_states, self.sampler.ops)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
