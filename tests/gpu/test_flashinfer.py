@@ -17,7 +17,7 @@ from parity.op_replay import Lane
 from vllmx.exceptions import UserError
 from vllmx.ir.op import OpContext
 from vllmx.ir.select import load_ops
-from vllmx.kernels import triton_sample
+from vllmx.kernels import triton_top_k
 from vllmx.kernels.flashinfer_ops import missing
 from vllmx.sample.ops import get_sampler_ops
 
@@ -70,7 +70,7 @@ def test_top_k_and_top_p_keep_what_triton_keeps(which: str) -> None:
     logits[0, :100] = 20.0
     top_k = torch.arange(1, 17, device="cuda") * 97 if which != "p" else None
     top_p = torch.linspace(0.1, 1.0, 16, device="cuda") if which != "k" else None
-    want = triton_sample.apply_top_k_top_p(logits.clone(), top_k, top_p) > float("-inf")
+    want = triton_top_k.apply_top_k_top_p(logits.clone(), top_k, top_p) > float("-inf")
     got = chosen.apply_top_k_top_p(logits.clone(), top_k, top_p) > float("-inf")
     # Sums of many float32 may put the edge of p one token further.
     assert int((want != got).sum()) <= (0 if which == "k" else 16)

@@ -6,7 +6,7 @@ import torch
 from gpu_engine import answers, engine, prompts
 
 from vllmx import SamplingParams
-from vllmx.kernels import triton_sample
+from vllmx.kernels import triton_sample, triton_top_k
 from vllmx.sample import gumbel, penalties, topk_topp
 from vllmx.sample.ops import get_sampler_ops
 
@@ -27,7 +27,7 @@ def test_top_k_and_top_p_keep_what_torch_keeps(which: str) -> None:
     top_k = torch.arange(1, ROWS + 1, device="cuda") * 97 if which != "p" else None
     top_p = torch.linspace(0.1, 1.0, ROWS, device="cuda") if which != "k" else None
     want = topk_topp.apply_top_k_top_p(make_logits(), top_k, top_p) > float("-inf")
-    got = triton_sample.apply_top_k_top_p(make_logits(), top_k, top_p) > float("-inf")
+    got = triton_top_k.apply_top_k_top_p(make_logits(), top_k, top_p) > float("-inf")
     # Sums of many float32 may put the edge of p one token further.
     assert int((want != got).sum()) <= (0 if which == "k" else ROWS)
 

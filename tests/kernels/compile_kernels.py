@@ -110,6 +110,7 @@ SAMPLE = dict.fromkeys(
 SAMPLE |= {"in_prompt_ptr": "*i1"}
 NOISE64 = {"best_ptr": "*fp64"}
 VALUES, RANKS = {"IDS": 32, "BLOCK": 4096}, {"ids_ptr": I64, "ranks_ptr": I32, "scores_ptr": F32}
+TOP_K, SUMS = {"HAS_K": True, "BLOCK": 4096}, {"sums_ptr": I64}
 INPUTS = {"BLOCK_SIZE": 16, "BLOCK": 256}
 
 Row = tuple[str, str, dict[str, Any], dict[str, str]]
@@ -194,6 +195,8 @@ KERNELS: list[Row] = [
     ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": True}, {}),
     ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": False}, {}),
     ("triton_input", "_prepare_states_kernel", {"BLOCK": 1024}, {"has_state_ptr": "*i1"}),
+    ("triton_input", "_copy_packet_kernel", {"BLOCK": 1024}, {"out_ptr": I32, "packet_ptr": I32}),
+    ("triton_ops", "_embedding_kernel", {"BLOCK": 1024}, {"ids_ptr": I32}),
     ("triton_input", "_argmax_kernel", {"COLUMNS": 4096}, {}),
     ("triton_input", "_commit_argmax_kernel", {"PARTS": 38, "BLOCK": 64}, {}),
     ("triton_input", "_commit_tokens_kernel", {}, {"sampled_ptr": I64}),
@@ -226,7 +229,11 @@ KERNELS: list[Row] = [
     ("triton_hopper_attention", "_hopper_prefill_kernel", HOPPER | HOPPER_128, {}),
     ("triton_hopper_attention", "_hopper_prefill_kernel", HOPPER | HOPPER_64, {}),
     ("triton_sample", "_penalties_kernel", {"BLOCK": 1024}, SAMPLE | {"counts_ptr": I32}),
-    ("triton_sample", "_top_k_top_p_kernel", {"HAS_K": True, "HAS_P": True, "BLOCK": 4096}, SAMPLE),
+    ("triton_top_k", "_pass_kernel", TOP_K | {"OF_P": False}, SAMPLE | SUMS),
+    ("triton_top_k", "_pass_kernel", TOP_K | {"OF_P": True}, SAMPLE | SUMS),
+    ("triton_top_k", "_largest_kernel", {"BLOCK": 4096}, SAMPLE | SUMS),
+    ("triton_top_k", "_total_kernel", TOP_K, SAMPLE | SUMS),
+    ("triton_top_k", "_drop_kernel", TOP_K | {"HAS_P": True}, SAMPLE | SUMS),
     ("triton_sample", "_gumbel_kernel", {"FP64": False, "BLOCK": 1024}, SAMPLE),
     ("triton_sample", "_gumbel_kernel", {"FP64": True, "BLOCK": 1024}, SAMPLE | NOISE64),
     ("triton_sample", "_token_values_kernel", VALUES | {"LOGPROBS": True}, SAMPLE | RANKS),

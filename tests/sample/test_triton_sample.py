@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllmx.kernels import triton_sample
+from vllmx.kernels import triton_sample, triton_top_k
 from vllmx.sample import gumbel, penalties, topk_topp
 from vllmx.sample.ops import get_sampler_ops
 from vllmx.sample.sampler import Sampler
@@ -39,16 +39,38 @@ def test_top_k_and_top_p_keep_what_torch_keeps(top_k, top_p) -> None:
     k = None if top_k is None else torch.tensor(top_k)
     p = None if top_p is None else torch.tensor(top_p)
     want = topk_topp.apply_top_k_top_p(logits.clone(), k, p)
-    got = triton_sample.apply_top_k_top_p(logits.clone(), k, p)
+    got = triton_top_k.apply_top_k_top_p(logits.clone(), k, p)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("p", [1 - 2**-24, 1 - 1e-6, 0.0, 1e-30])
+def test_no_p_brings_back_what_k_drops_nor_drops_the_likeliest(p: float) -> None:
+    logits = make_logits(6) / 20
+    k = torch.tensor([1, 2, 3, 700, 2500, 4999])
+    only_k = triton_top_k.apply_top_k_top_p(logits.clone(), k, None) > NONE
+    both = triton_top_k.apply_top_k_top_p(logits.clone(), k, torch.full((6,), p)) > NONE
+    assert not (both & ~only_k).any()
+    assert both.gather(1, logits.argmax(dim=1, keepdim=True)).all()
+    if p < 1e-6:
+        assert both.sum(dim=1).tolist() == [1] * 6
+
+
+def test_a_rows_tokens_do_not_depend_on_its_batch() -> None:
+    logits, p = make_logits(5) / 4, torch.tensor([0.5, 0.9, 0.99, 0.999, 0.3])
+    k = torch.tensor([4000, VOCAB, 300, 4500, VOCAB])
+    together = triton_top_k.apply_top_k_top_p(logits.clone(), k, p)
+    for i in range(5):
+        here = slice(i, i + 1)
+        alone = triton_top_k.apply_top_k_top_p(logits[here].clone(), k[here], p[here])
+        assert torch.equal(alone, together[here])
 
 
 def test_ties_at_the_kth_stay_and_those_at_the_edge_of_p_stay_together() -> None:
     logits = torch.zeros(2, 8)
     logits[:, 0] = 2.0
-    got = triton_sample.apply_top_k_top_p(logits.clone(), torch.tensor([2, 8]), None)
+    got = triton_top_k.apply_top_k_top_p(logits.clone(), torch.tensor([2, 8]), None)
     assert (got > NONE).sum(dim=1).tolist() == [8, 8]
-    got = triton_sample.apply_top_k_top_p(logits.clone(), None, torch.tensor([0.3, 0.7]))
+    got = triton_top_k.apply_top_k_top_p(logits.clone(), None, torch.tensor([0.3, 0.7]))
     assert (got > NONE).sum(dim=1).tolist() == [1, 8]
 
 

@@ -101,3 +101,41 @@ def test_an_error_of_the_compiler_or_of_the_step_comes_out_and_leaves_torch_as_i
     with pytest.raises(KeyError), compiling_ahead(1):
         raise KeyError("of the step")
     assert launch.run is original and torch.empty is empty
+
+
+def test_another_thread_launches_meanwhile_as_ever(launch, monkeypatch) -> None:
+    """An engine that serves, while one beside it starts."""
+    from vllmx.kernels.compile_ahead import compiling_ahead
+
+    launched, made = [], []
+    monkeypatch.setattr(launch, "run", lambda kernel, *args, **options: launched.append(args))
+    full = torch.full
+    monkeypatch.setattr(torch, "empty", lambda *size: full(size, 7.0))
+
+    def serve() -> None:
+        launch.run(Kernel(), 1, grid=(1,), warmup=False)
+        made.append(torch.empty(3))
+
+    with compiling_ahead(1):
+        other = threading.Thread(target=serve)
+        other.start()
+        other.join()
+        assert torch.empty(3).tolist() == [0.0] * 3
+    assert launched == [(1,)] and made[0].tolist() == [7.0] * 3
+
+
+def test_two_starts_in_one_process_take_turns(launch) -> None:
+    from vllmx.kernels.compile_ahead import compiling_ahead
+
+    original, entered = launch.run, threading.Event()
+
+    def start() -> None:
+        with compiling_ahead(1):
+            entered.set()
+
+    with compiling_ahead(1):
+        other = threading.Thread(target=start)
+        other.start()
+        assert not entered.wait(0.05)
+    other.join()
+    assert entered.is_set() and launch.run is original

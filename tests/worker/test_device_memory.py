@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a GPU's memory is divided, with readings that are made up."""
 
+import inspect
 import logging
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +14,7 @@ from memory_readings import GIB, Readings, free
 
 from vllmx.config import VllmConfig
 from vllmx.exceptions import UserError
-from vllmx.worker import cudagraph_utils, device_memory
+from vllmx.worker import cudagraph_utils, device_memory, gpu_worker
 from vllmx.worker.device_memory import (
     CURES,
     CudaMemory,
@@ -125,12 +128,20 @@ def test_out_of_memory_says_at_what_with_which_figures_and_what_to_lower(stage: 
     assert "{" not in text
     named = {
         "loading the weights": ["smaller or quantised"],
+        "compiling kernels": ["max_num_batched_tokens (now 8192)", "max_num_seqs (256)"],
         "running the largest step": ["max_num_batched_tokens (now 8192)", "max_num_seqs (256)"],
         "allocating the KV cache": ["gpu_memory_utilization (now 0.92)"],
         "capturing CUDA graphs": ["max_num_seqs (256)", "cudagraph_mode=NONE"],
     }
     assert all(words in text for words in named[stage])
     assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_every_stage_of_a_start_has_a_cure() -> None:
+    """The worker names a stage in the words that CURES has."""
+    source = Path(inspect.getfile(gpu_worker)).read_text()
+    named = re.findall(r"explained\(\s*\"([^\"]+)\"", source)
+    assert sorted(set(named)) == sorted(CURES) and source.count("explained(") == len(named)
 
 
 def test_other_errors_pass_as_they_are() -> None:

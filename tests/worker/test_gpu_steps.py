@@ -56,6 +56,39 @@ def test_a_gpus_steps_bring_the_tokens_of_a_cpus(monkeypatch, folder, async_sche
     assert all(graph.replays for graph in graphs.values()), "every graph was used"
 
 
+def test_no_kernel_reads_old_keys_that_another_request_writes_in_the_same_step(
+    monkeypatch, folder
+) -> None:
+    """A prefix hit on a block that is filled in the very step: the kernel that stores new keys and
+    attends to the old ones at once must not have it."""
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    llm = on_a_gpu(monkeypatch, folder, [1, 2, 4], async_scheduling=False, block_size=16, **limits)
+    steps, engine = runner_of(llm).gpu_steps, llm.llm_engine
+    joined, build = [], steps.runner.attn_builders.build
+
+    def watched(batch, *args, **kwargs):
+        joined.append((list(batch.req_ids), batch.shares_new_blocks))
+        return build(batch, *args, **kwargs)
+
+    monkeypatch.setattr(steps.runner.attn_builders, "build", watched)
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    first = [3 + i for i in range(12)]
+    engine.add_request("a", {"prompt_token_ids": first}, greedy)
+    for _ in range(4):
+        engine.step()
+    row = steps.runner.req_states.all_token_ids.np
+    known = row[next(iter(steps.runner.req_states.req_id_to_index.values())), :16].tolist()
+    assert known[:12] == first
+    engine.add_request("b", {"prompt_token_ids": [*known, 9]}, greedy)
+    joined.clear()
+    engine.step()
+    ((req_ids, shares),) = joined
+    assert sorted(r[0] for r in req_ids) == ["a", "b"] and shares, "and not a replay"
+    joined.clear()
+    engine.step()
+    assert joined == [([], False)], "the next step is a replay again"
+
+
 def test_words_are_excluded_while_the_token_before_is_under_way(monkeypatch, folder) -> None:
     given = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     (first,) = build_engine(folder).generate(prompts()[:1], given, use_tqdm=False)

@@ -33,7 +33,8 @@ class CommonAttentionMetadata:
 
     A group of recurrent states has one block of each request in its table, int32 [num_reqs, 1],
     and no slots. has_initial_state: bool [num_reqs], which requests have computed tokens; None
-    where the device has not worked it out.
+    where the device has not worked it out. shares_new_blocks: a request may read, of the tokens
+    before its own, some that others bring in this step.
     """
 
     query_start_loc: Tensor
@@ -47,6 +48,7 @@ class CommonAttentionMetadata:
     block_table_tensor: Tensor
     slot_mapping: Tensor
     has_initial_state: Tensor | None = None
+    shares_new_blocks: bool = False
 
 
 class AttentionMetadataBuilder(ABC):
@@ -136,8 +138,8 @@ class AttentionBackend(ABC):
 
     @classmethod
     def joins_decode(cls) -> bool:
-        """Whether op `qk_norm_rope_decode` may stand in for a step that only decodes: its metadata
-        says num_decodes, num_reqs, slot_mapping, block_table, seq_lens and max_seq_len."""
+        """Whether op `qk_norm_rope_decode` may stand in for a step whose metadata says `joins`; it
+        has slot_mapping, block_table, seq_lens and max_seq_len as well."""
         return False
 
     @classmethod

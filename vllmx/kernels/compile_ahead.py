@@ -9,6 +9,7 @@ there at the end. What torch computes in between, it computes on zeros.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,10 @@ from torch import Tensor
 ALIGNED = 16
 """What Triton compiles anew for: addresses that are multiples of this, or are not."""
 ALLOCATING = ("empty", "empty_like")
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""What is replaced meanwhile is put back as it was found."""
 
 
 class _Compilers(ThreadPoolExecutor):
@@ -41,29 +46,38 @@ def compiling_ahead(threads: int) -> Iterator[None]:
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
-    launch = JITFunction.run
     seen: set[Any] = set()
+    mine = threading.get_ident()  # another engine of this process goes on serving
 
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if threading.get_ident() != mine:
+            return launch(kernel, *args, grid=grid, warmup=warmup, **options)
         key = (kernel, tuple(map(_kind, args)), tuple(sorted(options.items())))
         if key not in seen:  # asking Triton whether it has it costs ten times as much
             seen.add(key)
             launch(kernel, *args, grid=grid, warmup=True, **options)
+        return None
 
-    with ExitStack() as stack:
+    with _ONE_AT_A_TIME, ExitStack() as stack:
+        launch = JITFunction.run
         stack.enter_context(AsyncCompileMode(stack.enter_context(_Compilers(threads))))
         for name in ALLOCATING:
             allocate = getattr(torch, name)
             stack.callback(setattr, torch, name, allocate)
-            setattr(torch, name, _zeroed(allocate))
+            setattr(torch, name, _zeroed(allocate, mine))
         stack.callback(setattr, JITFunction, "run", launch)
         JITFunction.run = compile_only
         yield
 
 
-def _zeroed(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`allocate`, filled: what no kernel wrote may be taken for an index."""
-    return lambda *args, **kwargs: allocate(*args, **kwargs).zero_()
+def _zeroed(allocate: Callable[..., Tensor], thread: int) -> Callable[..., Tensor]:
+    """`allocate`, filled in `thread`: what no kernel wrote may be taken for an index."""
+
+    def allocated(*args: Any, **kwargs: Any) -> Tensor:
+        tensor = allocate(*args, **kwargs)
+        return tensor.zero_() if threading.get_ident() == thread else tensor
+
+    return allocated
 
 
 def _kind(argument: Any) -> Any:

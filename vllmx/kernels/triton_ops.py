@@ -15,6 +15,7 @@ from torch import Tensor
 from vllmx.ir.op import OpContext
 from vllmx.ir.ops.activation import gelu_and_mul, silu_and_mul
 from vllmx.ir.ops.layernorm import fused_add_rms_norm, rms_norm
+from vllmx.ir.ops.linear import embedding
 from vllmx.ir.ops.rotary import rotary_embedding
 from vllmx.kernels.dependent_launch import after_the_last
 from vllmx.kernels.on_gpu import on_gpu
@@ -78,6 +79,18 @@ if SUPPORTED is True:
             y *= weight.to(tl.float32)
         out = out_ptr + row * hidden + columns
         tl.store(out, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _embedding_kernel(
+        ids_ptr, table_ptr, table_stride, out_ptr, hidden, vocab_size, BLOCK: tl.constexpr
+    ):
+        token = tl.program_id(0).to(tl.int64)
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        row = tl.load(ids_ptr + token).to(tl.int64)
+        tl.device_assert((row >= 0) & (row < vocab_size), "a token id is not in the vocabulary")
+        inside = columns < hidden
+        x = tl.load(table_ptr + row * table_stride + columns, mask=inside, other=0.0)
+        tl.store(out_ptr + token * hidden + columns, x, mask=inside)
 
     @triton.jit
     def _silu_and_mul_kernel(
@@ -221,6 +234,18 @@ def _fused_add_rms_norm(
     residual = x_residual.contiguous().view(-1, x.shape[-1])
     out = _norm(x, residual, weight, epsilon, variance_size)
     return out, residual.view(x.shape)
+
+
+@embedding.register_impl("triton", **ROW_BY_ROW)
+def _embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
+    hidden, block = weight.shape[1], 1024
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    out = torch.empty((*input_ids.shape, hidden), dtype=weight.dtype, device=weight.device)
+    _embedding_kernel[(input_ids.numel(), triton.cdiv(hidden, block))](
+        *(input_ids.contiguous(), weight, weight.stride(0), out, hidden, weight.shape[0]),
+        BLOCK=block,
+    )
+    return out
 
 
 @silu_and_mul.register_impl("triton", **ROW_BY_ROW)

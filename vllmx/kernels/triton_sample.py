@@ -29,38 +29,6 @@ WIDE = 4096
 if SUPPORTED is True:
 
     @triton.jit
-    def _ordered(x):
-        """float32 as uint32 of the same order; that of -inf is above 0."""
-        bits = x.to(tl.int32, bitcast=True)
-        flipped = bits ^ ((bits >> 31) | -2147483648)
-        return flipped.to(tl.uint32, bitcast=True)
-
-    @triton.jit
-    def _searched(row_ptr, columns, wanted, largest, MASS: tl.constexpr):
-        """The largest uint32 such that the logits not below it are `wanted` or more: their number,
-        or with MASS the sum of exp(logit - largest). Two bits a pass, from the sign down."""
-        # A thread has a column of eight: so many loads at a time, and what it adds up is its own.
-        lane = tl.arange(0, 8)[:, None] * 1024 + tl.arange(0, 1024)[None, :]
-        digit = tl.arange(0, 4)
-        threshold = tl.full((), 0, tl.uint32)
-        shift = tl.full((), 30, tl.uint32)
-        for _ in range(16):
-            candidates = threshold + (digit.to(tl.uint32) << shift)
-            found = tl.zeros([4, 1024], tl.float32 if MASS else tl.int32)
-            for start in range(0, columns, 8192):
-                inside = start + lane < columns
-                x = tl.load(row_ptr + start + lane, mask=inside, other=float("-inf"))
-                above = inside[None, :, :] & (_ordered(x)[None, :, :] >= candidates[:, None, None])
-                if MASS:
-                    found += tl.sum(tl.where(above, tl.exp(x - largest)[None, :, :], 0.0), axis=1)
-                else:
-                    found += tl.sum(above.to(tl.int32), axis=1)
-            enough = tl.sum(found, axis=1) >= wanted
-            threshold += tl.max(tl.where(enough, digit, 0)).to(tl.uint32) << shift
-            shift -= 2
-        return threshold
-
-    @triton.jit
     def _penalties_kernel(
         logits_ptr,
         logits_stride,
@@ -88,54 +56,6 @@ if SUPPORTED is True:
         x -= tl.load(frequency_ptr + request) * count.to(tl.float32)
         x -= tl.load(presence_ptr + request) * (count > 0).to(tl.float32)
         tl.store(row_ptr, x, mask=inside)
-
-    @triton.jit
-    def _top_k_top_p_kernel(
-        logits_ptr,
-        logits_stride,
-        columns,
-        top_k_ptr,
-        top_p_ptr,
-        HAS_K: tl.constexpr,
-        HAS_P: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        row_ptr = logits_ptr + tl.program_id(0).to(tl.int64) * logits_stride
-        lane = tl.arange(0, BLOCK)
-        # 0 is the order of no number: it excludes none.
-        threshold = tl.full((), 0, tl.uint32)
-        if HAS_K:
-            k = tl.load(top_k_ptr + tl.program_id(0)).to(tl.int32)
-            if k < columns:
-                threshold = _searched(row_ptr, columns, k, 0.0, False)
-        if HAS_P:
-            p = tl.load(top_p_ptr + tl.program_id(0))
-            if p < 1.0:
-                most = tl.full([BLOCK], float("-inf"), tl.float32)
-                for start in range(0, columns, BLOCK):
-                    inside = start + lane < columns
-                    x = tl.load(row_ptr + start + lane, mask=inside, other=float("-inf"))
-                    most = tl.maximum(most, x)
-                largest = tl.max(most)
-                sums = tl.zeros([BLOCK], tl.float32)
-                for start in range(0, columns, BLOCK):
-                    inside = start + lane < columns
-                    x = tl.load(row_ptr + start + lane, mask=inside, other=float("-inf"))
-                    kept = inside & (_ordered(x) >= threshold)
-                    sums += tl.where(kept, tl.exp(x - largest), 0.0)
-                # Down to the threshold of k the mass is that of the tokens which k keeps, so the
-                # new threshold is not below.
-                wanted = p * tl.sum(sums)
-                threshold = _searched(row_ptr, columns, wanted, largest, True)
-                # Whatever p is, the likeliest stays.
-                threshold = tl.minimum(threshold, _ordered(largest))
-        for start in range(0, columns, BLOCK):
-            inside = start + lane < columns
-            x = tl.load(row_ptr + start + lane, mask=inside, other=float("-inf"))
-            drop = inside & (_ordered(x) < threshold)
-            tl.store(
-                row_ptr + start + lane, tl.full((BLOCK,), float("-inf"), tl.float32), mask=drop
-            )
 
     @triton.jit
     def _gumbel_kernel(
@@ -237,24 +157,6 @@ def apply_penalties(
         *(presence, frequency, repetition, output_counts, prompt_mask),
         BLOCK=COLUMNS,
     )
-
-
-def apply_top_k_top_p(logits: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Set to -inf, in place, what vllmx.sample.topk_topp.apply_top_k_top_p does.
-
-    The thresholds are searched for in the order of float32, without sorting. Tokens that
-    tie with the last one kept by top_p stay, all of them.
-    """
-    if (top_k is None and top_p is None) or not len(logits):
-        return logits
-    _top_k_top_p_kernel[(len(logits),)](
-        *(logits, logits.stride(0), logits.shape[1], top_k, top_p),
-        HAS_K=top_k is not None,
-        HAS_P=top_p is not None,
-        BLOCK=WIDE,
-        num_warps=32,
-    )
-    return logits
 
 
 def gumbel_sample(

@@ -66,7 +66,7 @@ class FusedQKV:
         attn, norms = self.attn, self.norms
         metadata = get_forward_context().attn_metadata[attn.layer_name]
         joined = self._decode is not None and len(qkv) <= MAX_JOINED_REQS
-        if not joined or metadata.num_decodes < metadata.num_reqs:
+        if not joined or not metadata.joins:
             return attn(self(positions, qkv), None, None)
         assert self._decode is not None
         return self._decode(

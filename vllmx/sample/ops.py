@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from vllmx.kernels import flashinfer_ops, flashinfer_sample, triton_sample
+from vllmx.kernels import flashinfer_ops, flashinfer_sample, triton_sample, triton_top_k
 from vllmx.sample.gumbel import gumbel_sample
 from vllmx.sample.logprob import TokenValues, get_log_softmax, token_logits, token_logprobs
 from vllmx.sample.penalties import apply_penalties
@@ -63,7 +63,7 @@ def get_sampler_ops(
     ops = SamplerOps(
         "triton",
         triton_sample.apply_penalties,
-        triton_sample.apply_top_k_top_p,
+        triton_top_k.apply_top_k_top_p,
         triton_sample.gumbel_sample,
         partial(triton_sample.token_values, logprobs=True),
         partial(triton_sample.token_values, logprobs=False),

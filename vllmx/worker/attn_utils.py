@@ -221,6 +221,7 @@ class AttnMetadataBuilders:
                 block_table_tensor=table,
                 slot_mapping=slots,
                 has_initial_state=batch.has_initial_state,
+                shares_new_blocks=batch.shares_new_blocks,
             )
             for builder, names in builders:
                 if tiles is not None:

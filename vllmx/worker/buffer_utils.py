@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllmx.kernels.triton_input import copy_packet
+
 
 class StagedWriteTensor:
     """A table of rows kept on the device, written on the host in pieces.
@@ -64,7 +66,7 @@ class PackedBuffer:
     """More than the steps that may be under way at once."""
 
     def __init__(self, size: int, device: str) -> None:
-        on_gpu = device != "cpu"
+        self._on_gpu = on_gpu = device != "cpu"
         self._ring = torch.zeros((self.DEPTH, size), dtype=torch.int32, pin_memory=on_gpu)
         self._ring_np = self._ring.numpy()
         self._turn = 0
@@ -83,7 +85,11 @@ class PackedBuffer:
 
     def send(self, used: int) -> None:
         """Copy the first `used` numbers to the device; the host does not wait."""
-        self.gpu[:used].copy_(self._ring[self._turn, :used], non_blocking=True)
+        packet = self._ring[self._turn, :used]
+        if self._on_gpu:
+            copy_packet(self.gpu, packet)
+        else:
+            self.gpu[:used].copy_(packet)
 
 
 def to_device(array: np.ndarray, device: str) -> Tensor:

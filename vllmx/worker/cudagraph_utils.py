@@ -89,6 +89,27 @@ def capture(
     return graph, result
 
 
+class _Memory:
+    """What `borrowed` reads, in the protocol that libraries share arrays by."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.element_size() for stride in tensor.stride()),
+            "typestr": f"<i{tensor.element_size()}",
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same memory of a graph's, without keeping it: whole from a replay of that graph to the
+    next of any, and in a pool that all share, so that it need not be there for each of them."""
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
+
+
 class CudaGraphManager:
     """Which batch sizes have a graph, and which graph a batch runs in."""
 

@@ -190,6 +190,7 @@ CURES = {
     "loading the weights": (
         "Free memory that other processes use, or take a smaller or quantised model."
     ),
+    "compiling kernels": "{lower}",
     "running the largest step": "{lower}",
     "allocating the KV cache": (
         "Lower cache.gpu_memory_utilization (now {utilization}), or cache.kv_cache_memory_bytes "

@@ -23,7 +23,7 @@ from vllmx.ir.op import REFERENCE
 from vllmx.layers.attention import attention_layers
 from vllmx.layers.mamba_base import mamba_layers
 from vllmx.worker.buffer_utils import PackedBuffer
-from vllmx.worker.cudagraph_utils import ModelCudaGraphManager, resolve_cudagraph_mode
+from vllmx.worker.cudagraph_utils import ModelCudaGraphManager, borrowed, resolve_cudagraph_mode
 from vllmx.worker.input_batch import HostBatch, InputBatch, gather_on_host
 from vllmx.worker.input_buffers import AsyncOutput, InputBuffers
 from vllmx.worker.mixed_graph import MixedGraphs
@@ -61,7 +61,9 @@ class GPUSteps:
         self.events = [torch.cuda.Event() for _ in range(PackedBuffer.DEPTH)]
         # The last steps' outputs; more are not under way.
         self.pending: deque[AsyncOutput] = deque(maxlen=PackedBuffer.DEPTH)
-        self.sampled_in_graph = False
+        self.graph_logits: dict[int, Tensor] = {}
+        # Of the step under way, where a graph has computed them and taken the likeliest tokens.
+        self.logits: Tensor | None = None
 
     def reset(self) -> None:
         """Forget the steps that are under way, once the device is through with them."""
@@ -116,15 +118,21 @@ class GPUSteps:
         batch = buffers.batch(host)
         states = runner.model_state
         desc = None
-        if len(host.sample_reqs) == num_reqs and (states is None or not states.has_fresh(host)):
+        if (
+            len(host.sample_reqs) == num_reqs
+            and not host.shares_new_blocks
+            and (states is None or not states.has_fresh(host))
+        ):
             desc = self.cudagraph_manager.dispatch(num_reqs, host.num_tokens)
-        self.sampled_in_graph = desc is not None
+        self.logits = None
         if desc is not None:
             buffers.send(host, padded_to=desc.num_reqs)
             if states is not None:
                 states.preprocess_state(host)
             runner.attn_builders.plan_replay(desc.num_reqs, host.seq_lens_np)
-            return batch, self.cudagraph_manager.run_fullgraph(desc)[:num_reqs]
+            hidden_states = self.cudagraph_manager.run_fullgraph(desc)[:num_reqs]
+            self.logits = self.graph_logits[desc.num_reqs][:num_reqs]
+            return batch, hidden_states
         mixed = None if self.mixed_graphs is None else self.mixed_graphs.find(host)
         if mixed is not None:
             mixed.send(host)
@@ -163,7 +171,9 @@ class GPUSteps:
         metadata = runner.attn_builders.build(batch, *inputs, captured=True)
         with set_forward_context(ForwardContext(metadata)):
             hidden_states = runner.model(batch.input_ids, batch.positions)
-        buffers.sample_greedy(runner.model.compute_logits(hidden_states))
+        logits = runner.model.compute_logits(hidden_states)
+        buffers.sample_greedy(logits)
+        self.graph_logits[num_reqs] = borrowed(logits)
         return hidden_states
 
     # ------------------------------------------------------------------ sample
@@ -180,7 +190,7 @@ class GPUSteps:
         rows = batch.idx_mapping_np[sampling]
         if len(sampling):
             plain = self.runner.sampler.is_plain(rows)
-            if grammar_output is not None or not (plain and self.sampled_in_graph):
+            if grammar_output is not None or not plain or self.logits is None:
                 self._sample(batch, hidden_states, rows, plain, output, grammar_output)
         turn = self.buffers.packet.turn
         event = self.events[turn]
@@ -208,9 +218,11 @@ class GPUSteps:
         grammar_output: GrammarOutput | None,
     ) -> None:
         runner = self.runner
-        if len(rows) < batch.num_tokens:
-            hidden_states = hidden_states.index_select(0, batch.logits_indices)
-        logits = runner.model.compute_logits(hidden_states)
+        logits = self.logits
+        if logits is None:
+            if len(rows) < batch.num_tokens:
+                hidden_states = hidden_states.index_select(0, batch.logits_indices)
+            logits = runner.model.compute_logits(hidden_states)
         constrained = None
         if grammar_output is not None:
             constrained = runner.structured_outputs.apply_grammar_bitmask(

@@ -43,11 +43,16 @@ class InputBatch:
     sample_reqs: np.ndarray
     logits_indices: Tensor
     has_initial_state: Tensor | None = None
+    shares_new_blocks: bool = False
 
 
 @dataclass(slots=True)
 class HostBatch:
-    """A step's batch on the host; the fields are those of InputBatch."""
+    """A step's batch on the host; the fields are those of InputBatch.
+
+    shares_new_blocks: some request begins with its last token alone, all others being cached; the
+    blocks that it takes over may be those that another request fills in this very step.
+    """
 
     req_ids: list[str]
     idx_mapping_np: np.ndarray
@@ -56,6 +61,7 @@ class HostBatch:
     seq_lens_np: np.ndarray
     sample_reqs: np.ndarray
     num_tokens: int
+    shares_new_blocks: bool = False
 
 
 def gather_on_host(scheduler_output: SchedulerOutput, states: RequestState) -> HostBatch:
@@ -70,7 +76,12 @@ def gather_on_host(scheduler_output: SchedulerOutput, states: RequestState) -> H
     np.cumsum(counts, out=starts[1:])
     seq_lens = (states.num_computed_tokens[rows] + counts).astype(np.int32)
     sample_reqs = np.flatnonzero(seq_lens >= states.total_len[rows])
-    return HostBatch(req_ids, rows, counts, starts, seq_lens, sample_reqs, int(starts[-1]))
+    shares = any(
+        new.num_computed_tokens and scheduler_output.num_scheduled_tokens[new.req_id] == 1
+        for new in scheduler_output.scheduled_new_reqs
+    )
+    num_tokens = int(starts[-1])
+    return HostBatch(req_ids, rows, counts, starts, seq_lens, sample_reqs, num_tokens, shares)
 
 
 def make_input_batch(scheduler_output: SchedulerOutput, states: RequestState) -> InputBatch:

@@ -181,6 +181,7 @@ class InputBuffers:
             has_initial_state=(
                 None if self.has_initial_state is None else self.has_initial_state[:n]
             ),
+            shares_new_blocks=host.shares_new_blocks,
         )
 
     def attention_inputs(self, host: HostBatch) -> tuple[list[Tensor], list[Tensor]]:

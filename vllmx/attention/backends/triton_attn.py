@@ -37,7 +37,9 @@ class TritonAttentionMetadata:
     """One step's batch: the first `num_decodes` requests bring one new token each.
 
     tiles: by their new tokens, int32 [num_tiles, 2] on the device, the work of the other requests;
-    decode_lens: seq_lens of the requests that are decoded, int32 [num_decodes].
+    decode_lens: seq_lens of the requests that are decoded, int32 [num_decodes]. joins: one kernel
+    may store the new keys and attend to the old ones, as each request's old ones are of earlier
+    steps.
     """
 
     def __init__(self, common: CommonAttentionMetadata, processors: int) -> None:
@@ -53,6 +55,7 @@ class TritonAttentionMetadata:
         self.num_decodes = int(several[0]) if len(several) else common.num_reqs
         self.num_reqs = common.num_reqs
         self.decode_lens = self.seq_lens
+        self.joins = self.num_decodes == self.num_reqs and not common.shares_new_blocks
         self._tiles: dict[int, Tensor] = {}
 
     def tiles(self, tokens: int) -> Tensor:
@@ -109,6 +112,7 @@ class MixedGraphMetadata(TritonAttentionMetadata):
         super().__init__(common, processors)
         self.num_decodes = common.num_reqs
         self.num_reqs = common.num_reqs + 1  # some are prefilled, too
+        self.joins = False
         counts = self.query_start_loc.diff()
         self.decode_lens = torch.where(counts == 1, self.seq_lens, 0)
         self._tiles = tiles
