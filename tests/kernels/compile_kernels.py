@@ -196,7 +196,7 @@ KERNELS: list[Row] = [
     ("triton_input", "_prepare_inputs_kernel", INPUTS | {"WITH_TOKENS": False}, {}),
     ("triton_input", "_prepare_states_kernel", {"BLOCK": 1024}, {"has_state_ptr": "*i1"}),
     ("triton_input", "_copy_packet_kernel", {"BLOCK": 1024}, {"out_ptr": I32, "packet_ptr": I32}),
-    ("triton_ops", "_embedding_kernel", {"BLOCK": 1024}, {"ids_ptr": I32}),
+    ("triton_ops", "_embedding_kernel", {"BLOCK": 1024}, {"table_ptr": "*bf16"}),
     ("triton_input", "_argmax_kernel", {"COLUMNS": 4096}, {}),
     ("triton_input", "_commit_argmax_kernel", {"PARTS": 38, "BLOCK": 64}, {}),
     ("triton_input", "_commit_tokens_kernel", {}, {"sampled_ptr": I64}),
