@@ -110,7 +110,8 @@ SAMPLE = dict.fromkeys(
 SAMPLE |= {"in_prompt_ptr": "*i1"}
 NOISE64 = {"best_ptr": "*fp64"}
 VALUES, RANKS = {"IDS": 32, "BLOCK": 4096}, {"ids_ptr": I64, "ranks_ptr": I32, "scores_ptr": F32}
-TOP_K, SUMS = {"HAS_K": True, "BLOCK": 4096}, {"sums_ptr": I64}
+TOP_K = {"HAS_K": True, "PLACES": 288, "BLOCK": 4096}
+SUMS = {"sums_ptr": I64, "arrived_ptr": I64}
 INPUTS = {"BLOCK_SIZE": 16, "BLOCK": 256}
 
 Row = tuple[str, str, dict[str, Any], dict[str, str]]
@@ -229,11 +230,8 @@ KERNELS: list[Row] = [
     ("triton_hopper_attention", "_hopper_prefill_kernel", HOPPER | HOPPER_128, {}),
     ("triton_hopper_attention", "_hopper_prefill_kernel", HOPPER | HOPPER_64, {}),
     ("triton_sample", "_penalties_kernel", {"BLOCK": 1024}, SAMPLE | {"counts_ptr": I32}),
-    ("triton_top_k", "_pass_kernel", TOP_K | {"OF_P": False}, SAMPLE | SUMS),
-    ("triton_top_k", "_pass_kernel", TOP_K | {"OF_P": True}, SAMPLE | SUMS),
-    ("triton_top_k", "_largest_kernel", {"BLOCK": 4096}, SAMPLE | SUMS),
-    ("triton_top_k", "_total_kernel", TOP_K, SAMPLE | SUMS),
-    ("triton_top_k", "_drop_kernel", TOP_K | {"HAS_P": True}, SAMPLE | SUMS),
+    ("triton_top_k", "_top_k_top_p_kernel", TOP_K | {"HAS_P": True}, SAMPLE | SUMS),
+    ("triton_top_k", "_top_k_top_p_kernel", TOP_K | {"HAS_P": False}, SAMPLE | SUMS),
     ("triton_sample", "_gumbel_kernel", {"FP64": False, "BLOCK": 1024}, SAMPLE),
     ("triton_sample", "_gumbel_kernel", {"FP64": True, "BLOCK": 1024}, SAMPLE | NOISE64),
     ("triton_sample", "_token_values_kernel", VALUES | {"LOGPROBS": True}, SAMPLE | RANKS),
