@@ -20,6 +20,7 @@ from vllmx.ir.select import OpTable
 from vllmx.model_loader.loader import load_model
 from vllmx.model_loader.resolve import resolve_model
 from vllmx.models.unbuilt import HARMLESS
+from vllmx.models.utils import ROTARY_BUFFERS
 from vllmx.tiny.configs import FAMILIES, config_of
 
 NAMES = sorted(name for name in FAMILIES if not name.endswith("-bf16"))
@@ -135,3 +136,14 @@ def test_a_tensor_that_does_not_fit_is_named_with_its_file(folders, tmp_path, na
             load(tmp_path)
         assert str(error.value).startswith(f"{file}: "), (what, told)
         assert told in str(error.value), (what, told, str(error.value))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_older_checkpoints_keep_of_rotations_is_left_out(folders, tmp_path, name) -> None:
+    source = folders(name)
+    tensors = load_file(source / "model.safetensors")
+    layer = next(key for key in tensors if ".0." in key).split(".0.")[0] + ".0"
+    buffers = {f"{layer}.self_attn.{buffer}": torch.ones(3) for buffer in ROTARY_BUFFERS}
+    (tmp_path / "config.json").write_text((source / "config.json").read_text())
+    save_file(tensors | buffers, tmp_path / "model.safetensors", {"format": "pt"})
+    load(tmp_path)

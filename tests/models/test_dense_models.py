@@ -125,7 +125,6 @@ def test_a_head_of_another_name_is_left_out_of_a_tied_model_with_a_warning(
 
 
 REFUSED = [
-    ("tiny-falcon", {"alibi": True}, "alibi=true is not supported"),
     (
         "tiny-bloom",
         {"apply_residual_connection_post_layernorm": True},

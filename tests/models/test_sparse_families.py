@@ -188,9 +188,11 @@ def test_a_bias_of_phis_head_is_added(folders, tmp_path) -> None:
 
 
 def test_layers_for_drafting_are_left_out(folders, tmp_path) -> None:
-    """Those of EXAONE MoE, MiMo and Qwen3-Next, under their own names; others' behind the last
-    layer."""
+    """Of some families under their own names; others' behind the last layer."""
     for name, extra in (
+        ("tiny-ernie4_5_moe", "model.mtp_emb_norm.0"),
+        ("tiny-mellum", "mtp.layers.0.norm"),
+        ("tiny-minimax_m2", "model.layers.4.norm"),
         ("tiny-exaone_moe", "mtp.norm"),
         ("tiny-mimo", "model.mtp_layers.0.norm"),
         ("tiny-qwen3_next", "mtp.layers.0.norm"),
@@ -198,7 +200,8 @@ def test_layers_for_drafting_are_left_out(folders, tmp_path) -> None:
         ("tiny-bailing_moe_v2", "model.layers.4.norm"),
         ("tiny-deepseek_v3", "model.layers.4.norm"),
     ):
-        folder = changed(folders(name), tmp_path / name, num_nextn_predict_layers=1)
+        key = "num_mtp_modules" if name == "tiny-minimax_m2" else "num_nextn_predict_layers"
+        folder = changed(folders(name), tmp_path / name, **{key: 1})
         tensors = load_file(folder / "model.safetensors")
         save_file(tensors | {f"{extra}.weight": torch.ones(3)}, folder / "model.safetensors")
         HybridDriver(folder)

@@ -19,7 +19,7 @@ from vllmx.models.dense import LayerNormDecoderLayer
 from vllmx.models.gpt2 import GPT2Attention
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaForCausalLM, LlamaModel
-from vllmx.models.utils import PLAIN_STACKED, WeightsMapper, by_head
+from vllmx.models.utils import PLAIN_STACKED, WeightsMapper, by_head, headless
 
 
 class BloomAttention(GPT2Attention):
@@ -62,6 +62,9 @@ class BloomForCausalLM(LlamaForCausalLM):
 
     hf_to_vllm_mapper = WeightsMapper(
         stacked=PLAIN_STACKED,
+        starts=headless(
+            "transformer.", "word_embeddings.", "word_embeddings_layernorm.", "ln_f.", "h."
+        ),
         renamed={
             "transformer.word_embeddings_layernorm.": "model.embed_norm.",
             "transformer.word_embeddings.": "model.embed_tokens.",

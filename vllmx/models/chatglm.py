@@ -66,7 +66,6 @@ class ChatGLMForConditionalGeneration(LlamaForCausalLM):
     """ChatGLM with its output head."""
 
     hf_to_vllm_mapper = WeightsMapper(
-        skip=("rotary_pos_emb.inv_freq",),
         renamed={
             "transformer.embedding.word_embeddings.": "model.embed_tokens.",
             "transformer.encoder.final_layernorm.": "model.norm.",

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # upstream: vllm/model_executor/models/ernie45_moe.py @ v0.25.0
-"""ERNIE 4.5, MoE: softmax scores with a bias for the choice, experts that all tokens share."""
+"""ERNIE 4.5, MoE: softmax scores with a bias for the choice, experts that all tokens share.
+
+A head for drafting is left out.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
 
     hf_to_vllm_mapper = WeightsMapper(
         LLAMA_MAPPER.stacked,
+        skip=("model.mtp_",),
         renamed={
             ".mlp.moe_statics.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
         },

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # upstream: vllm/model_executor/models/falcon.py @ v0.25.0
-"""Falcon: one or few key heads, attention and MLP side by side."""
+"""Falcon: one, few or all key heads, attention and MLP side by side; Falcon-RW has them one after
+the other, and slopes of the scores instead of positions."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from vllmx.exceptions import CheckpointError
+from vllmx.ir.select import OpTable
+from vllmx.layers.alibi import alibi_slopes
+from vllmx.layers.rotary_embedding import RotaryEmbedding
 from vllmx.models.dense import LayerNormDecoderLayer, PlainMLP
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
@@ -16,14 +20,26 @@ from vllmx.models.utils import PLAIN_STACKED, WeightsMapper, by_head
 
 
 class FalconAttention(LlamaAttention):
-    """Llama's; positions by a slope of the scores (alibi) are refused."""
+    """Llama's; with alibi, the further a key, the lower its score, instead of the rotation."""
 
     def __init__(self, config: HFConfig, **shared: Any) -> None:
-        if config.alibi:
-            raise CheckpointError(f"{config.origin}: alibi=true is not supported.")
-        if not config.read("rotary", bool, True):
+        if not (config.alibi or config.read("rotary", bool, True)):
             raise CheckpointError(f"{config.origin}: rotary=false is not supported.")
         super().__init__(config, **shared)
+
+    def rope_of(
+        self, config: HFConfig, layer: int, max_model_len: int | None, ops: OpTable
+    ) -> RotaryEmbedding | None:
+        """None with alibi: there are no positions."""
+        return None if config.alibi else super().rope_of(config, layer, max_model_len, ops)
+
+    def reach_of(self, config: HFConfig, layer: int) -> dict[str, Any]:
+        """All before a token; with alibi by their distance, which counts before scores are scaled
+        and not, as in other families, after."""
+        if not config.alibi:
+            return super().reach_of(config, layer)
+        scale = self.scale_of(config)
+        return {"alibi_slopes": [scale * s for s in alibi_slopes(config.num_attention_heads)]}
 
     def biases(self, config: HFConfig) -> tuple[bool, bool]:
         """`bias`, on both sides."""
@@ -31,7 +47,7 @@ class FalconAttention(LlamaAttention):
 
 
 class FalconMLP(PlainMLP):
-    """No gate."""
+    """No gate; biases where the config asks for them."""
 
     has_bias = False
 

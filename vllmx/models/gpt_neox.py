@@ -41,7 +41,7 @@ class GPTNeoXForCausalLM(LlamaForCausalLM):
 
     hf_to_vllm_mapper = WeightsMapper(
         stacked=PLAIN_STACKED,
-        skip=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
+        skip=(".attention.bias", ".attention.masked_bias"),
         renamed={
             "gpt_neox.embed_in.": "model.embed_tokens.",
             "gpt_neox.final_layer_norm.": "model.norm.",

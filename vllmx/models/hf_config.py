@@ -248,8 +248,8 @@ def _derive_attention(config: HFConfig) -> None:
     for key, value in (("num_attention_heads", heads), ("num_hidden_layers", layers)):
         if value < 1:
             raise CheckpointError(f"{config.origin}: {key!r} is {value}, it must be positive.")
-    if values.get("model_type") == "gpt_bigcode" and values["multi_query"]:
-        values["num_key_value_heads"] = 1
+    if "multi_query" in DEFAULTS.get(values.get("model_type", ""), {}):
+        _heads_by_multi_query(config, heads)
     if values.get("num_key_value_heads") is None:
         values["num_key_value_heads"] = heads
     kv_heads = config.read("num_key_value_heads", int)
@@ -269,6 +269,16 @@ def _derive_attention(config: HFConfig) -> None:
             f"{config.origin}: layer_types names {len(values['layer_types'])} layers, "
             f"num_hidden_layers is {layers}."
         )
+
+
+def _heads_by_multi_query(config: HFConfig, heads: int) -> None:
+    """One key head or as many as there are queries, but where Falcon's second generation tells
+    their number; RefinedWeb of this hidden size is of that generation."""
+    values = config._values
+    if values["model_type"].startswith("RefinedWeb") and values["hidden_size"] == 8192:
+        values["new_decoder_architecture"] = True
+    if not values.get("new_decoder_architecture"):
+        values["num_key_value_heads"] = 1 if config.read("multi_query", bool) else heads
 
 
 def _rope_parameters(config: HFConfig) -> dict[str, Any]:

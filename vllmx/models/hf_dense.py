@@ -35,6 +35,26 @@ GLM = LLAMA_LIKE | {
     "head_dim": 128,
     "partial_rotary_factor": 0.5,
 }
+FALCON = COMMON | {
+    "layer_norm_eps": 1e-5,
+    "hidden_act": "gelu",
+    "tie_word_embeddings": True,
+    "alibi": False,
+    "multi_query": True,
+    "parallel_attn": True,
+    "new_decoder_architecture": False,
+    "num_ln_in_parallel_attn": None,
+    "bias": False,
+}
+STABLELM = COMMON | {
+    "hidden_act": "silu",
+    "layer_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.25,
+    "use_qkv_bias": False,
+    "qk_layernorm": False,
+    "use_parallel_residual": False,
+}
 GPT = COMMON | {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5}
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
@@ -78,18 +98,7 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
     | {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
     "exaone": LLAMA_LIKE
     | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "rope_theta": 500000.0},
-    "falcon": COMMON
-    | {
-        "layer_norm_eps": 1e-5,
-        "hidden_act": "gelu",
-        "tie_word_embeddings": True,
-        "alibi": False,
-        "multi_query": True,
-        "parallel_attn": True,
-        "new_decoder_architecture": False,
-        "num_ln_in_parallel_attn": None,
-        "bias": False,
-    },
+    "falcon": FALCON,
     "gemma": GEMMA,
     "gemma2": GEMMA
     | {
@@ -214,16 +223,7 @@ DENSE_DEFAULTS: dict[str, dict[str, Any]] = {
         "no_rope_layer_interval": 4,
         "rope_theta": 2000000.0,
     },
-    "stablelm": COMMON
-    | {
-        "hidden_act": "silu",
-        "layer_norm_eps": 1e-5,
-        "max_position_embeddings": 4096,
-        "partial_rotary_factor": 0.25,
-        "use_qkv_bias": False,
-        "qk_layernorm": False,
-        "use_parallel_residual": False,
-    },
+    "stablelm": STABLELM,
     "starcoder2": COMMON
     | {
         "hidden_act": "gelu_pytorch_tanh",
@@ -281,6 +281,7 @@ ALIASES: dict[str, dict[str, str]] = {
         "num_key_value_heads": "num_kv_heads",
         "layer_norm_eps": "layer_norm_epsilon",
         "hidden_act": "activation",
+        "mlp_bias": "bias",
     },
     "gpt2": _GPT_NAMES,
     "gpt_bigcode": _GPT_NAMES,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllmx.models.hf_dense import LLAMA_LIKE
+from vllmx.models.hf_dense import FALCON, LLAMA_LIKE, STABLELM
 
 BAILING = LLAMA_LIKE | {
     "rms_norm_eps": 1e-5,
@@ -21,8 +21,11 @@ BAILING = LLAMA_LIKE | {
     "routed_scaling_factor": 1.0,
     "moe_router_enable_expert_bias": False,
 }
+REFINED_WEB = FALCON | {"parallel_attn": False, "num_key_value_heads": 1}
 REMOTE_DEFAULTS: dict[str, dict[str, Any]] = {
     "PanguEmbedded": LLAMA_LIKE | {"rms_norm_eps": 1e-5, "max_position_embeddings": 32768},
+    "RefinedWeb": REFINED_WEB,
+    "RefinedWebModel": REFINED_WEB,
     "TeleFLM": LLAMA_LIKE | {"rms_norm_eps": 1e-5, "use_mup": False},
     "bailing_moe": BAILING,
     "bailing_moe_v2": BAILING
@@ -48,12 +51,23 @@ REMOTE_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_shared_experts": 1,
     },
     "plamo3": LLAMA_LIKE | {"rope_theta": 1000000.0, "rope_local_theta": 10000.0},
+    "stablelm_epoch": STABLELM,
     "telechat": LLAMA_LIKE | {"rms_norm_eps": 1e-5},
 }
 """By model_type, for keys that a config.json may leave out."""
 
+_REFINED_WEB_NAMES = {
+    "hidden_size": "n_embed",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "num_key_value_heads": "n_head_kv",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "mlp_bias": "bias",
+}
 REMOTE_ALIASES: dict[str, dict[str, str]] = {
     "PanguEmbedded": {"attention_bias": "bias"},
+    "RefinedWeb": _REFINED_WEB_NAMES,
+    "RefinedWebModel": _REFINED_WEB_NAMES,
     "bailing_moe": {"mlp_bias": "use_bias"},
     "bailing_moe_v2": {"mlp_bias": "use_bias"},
     "chatglm": {
@@ -67,6 +81,7 @@ REMOTE_ALIASES: dict[str, dict[str, str]] = {
         "num_key_value_heads": "multi_query_group_num",
     },
     "internlm2": {"attention_bias": "bias"},
+    "stablelm_epoch": {"layer_norm_eps": "norm_eps", "partial_rotary_factor": "rope_pct"},
     "telechat": {
         "num_hidden_layers": "n_layer",
         "num_attention_heads": "n_head",

@@ -336,7 +336,10 @@ SPARSE_ALIASES: dict[str, dict[str, str]] = {
     "hunyuan_v1_moe": {"moe_topk": "num_experts_per_tok", "num_experts": "num_local_experts"},
     "hy_v3": {"moe_intermediate_size": "expert_hidden_dim", "num_experts": "num_local_experts"},
     "mellum": {"num_experts": "num_local_experts"},
-    "minimax_m2": {"num_local_experts": "num_experts"},
+    "minimax_m2": {
+        "num_local_experts": "num_experts",
+        "num_nextn_predict_layers": "num_mtp_modules",
+    },
     "phimoe": {"layer_norm_eps": "rms_norm_eps"},
     "glm4_moe": {
         "n_routed_experts": "num_local_experts",

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -44,6 +45,10 @@ class MellumModel(LlamaModel):
 
 
 class MellumForCausalLM(LlamaForCausalLM):
-    """Mellum with its output head."""
+    """Mellum with its output head; a head for drafting is left out, as in transformers."""
 
     model_cls = MellumModel
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Load a checkpoint's (name, tensor) pairs; CheckpointError where they don't fit."""
+        super().load_weights((name, w) for name, w in weights if not name.startswith("mtp."))

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # upstream: vllm/model_executor/models/minimax_m2.py @ v0.25.0
-"""MiniMax-M2: OLMoE's attention, partly rotated; experts by sigmoid, with a bias for the choice."""
+"""MiniMax-M2: OLMoE's attention, partly rotated; experts by sigmoid, with a bias for the choice.
+
+Layers for drafting, which a checkpoint has behind the model's own, are left out.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from torch import nn
 
 from vllmx.ir.select import OpTable
 from vllmx.layers.rotary_embedding import RotaryEmbedding, get_rope
+from vllmx.models.glm4_moe import Glm4MoeForCausalLM
 from vllmx.models.hf_config import HFConfig
-from vllmx.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from vllmx.models.llama import LlamaDecoderLayer, LlamaModel
 from vllmx.models.olmoe import OlmoeAttention
 from vllmx.models.sparse import SharedExpertsMoE
 from vllmx.models.utils import LLAMA_MAPPER, WeightsMapper
@@ -58,7 +62,7 @@ class MiniMaxM2Model(LlamaModel):
     layer_cls = MiniMaxM2DecoderLayer
 
 
-class MiniMaxM2ForCausalLM(LlamaForCausalLM):
+class MiniMaxM2ForCausalLM(Glm4MoeForCausalLM):
     """MiniMax-M2 with its output head."""
 
     hf_to_vllm_mapper = WeightsMapper(

@@ -33,6 +33,13 @@ def make_layers(count: int, make: Callable[[str], nn.Module], prefix: str) -> nn
     return nn.ModuleList(make(f"{prefix}.{i}") for i in range(count))
 
 
+ROTARY_BUFFERS = (
+    "rotary_emb.cos_cached",
+    "rotary_emb.inv_freq",
+    "rotary_emb.sin_cached",
+    "rotary_pos_emb.inv_freq",
+)
+"""What older checkpoints keep of a rotation, which is computed from the config."""
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
 
 
@@ -41,7 +48,9 @@ class WeightsMapper:
     """How a checkpoint's names become a model's.
 
     stacked: part of a checkpoint name -> (part of ours, shard id);
-    skip: parts of names that carry nothing we need;
+    skip: parts of names that carry nothing we need, beside ROTARY_BUFFERS;
+    starts: how names begin in checkpoints of the model without its head -> how they begin in those
+    of the whole, before all else;
     renamed: part of a checkpoint name -> ours, one after the other, before the rest;
     apart: part of a name that the model makes -> that of the checkpoint's matrix it is made from,
     where a model takes matrices apart before it loads them.
@@ -49,13 +58,14 @@ class WeightsMapper:
     """
 
     stacked: dict[str, tuple[str, str]] = field(default_factory=dict)
-    skip: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    skip: tuple[str, ...] = ()
+    starts: dict[str, str] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
     apart: dict[str, str] = field(default_factory=dict)
 
     def map_name(self, name: str) -> tuple[str, str | None] | None:
         """(our name, shard id), or None for a weight that is left out."""
-        if any(part in name for part in self.skip):
+        if any(part in name for part in (*self.skip, *ROTARY_BUFFERS)):
             return None
         name = self.rename(name)
         if expert := _EXPERT.fullmatch(name):
@@ -90,11 +100,27 @@ class WeightsMapper:
         fits = [known for known in found if self.rename(known) == name]
         return max(fits, key=found.__getitem__, default=name)
 
+    def headless(self, name: str) -> str:
+        """`name` of a whole model as checkpoints of the one without its head have it."""
+        for start, whole in self.starts.items():
+            if name.startswith(whole):
+                return start + name.removeprefix(whole)
+        return name
+
     def rename(self, name: str) -> str:
         """`name` as our layers are called, shards apart."""
+        for start, whole in self.starts.items():
+            if name.startswith(start):
+                name = whole + name.removeprefix(start)
+                break
         for part, ours in self.renamed.items():
             name = name.replace(part, ours)
         return name
+
+
+def headless(prefix: str, *parts: str) -> dict[str, str]:
+    """WeightsMapper.starts of a model whose `parts` lie under `prefix` if it has its head."""
+    return {part: prefix + part for part in parts}
 
 
 LLAMA_MAPPER = WeightsMapper(
@@ -164,6 +190,7 @@ class AutoWeightsLoader:
         }
         self.skip_prefixes = skip_prefixes
         self.whole: set[str] = set()  # what the checkpoint has all shards of in one matrix
+        self.is_headless = False
         self.kv_scales = KVScales(attention_layers(model))
 
     def load_weights(self, weights: Iterable[tuple[str, Any]], mapper: WeightsMapper) -> None:
@@ -194,6 +221,7 @@ class AutoWeightsLoader:
             mapped = mapper.map_name(source_name)
             if mapped is None:
                 continue
+            self.is_headless |= source_name.startswith(tuple(mapper.starts))
             name, shard_id = mapped
             if name.startswith(self.skip_prefixes) and self.skip_prefixes:
                 continue
@@ -225,6 +253,8 @@ class AutoWeightsLoader:
                 part = None if name.rpartition(".")[2] in self.whole else shard
                 source = f"{mapper.source_name(name, part)}.{param}"
                 missing.append(source if own is None else mapper.source_name(f"{name}.{own}", None))
+        if self.is_headless:
+            missing = [mapper.headless(source) for source in missing]
         missing = list(dict.fromkeys(missing))  # a matrix of several shards is one
         if missing:
             shown = ", ".join(missing[:5])
