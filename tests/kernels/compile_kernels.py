@@ -111,6 +111,8 @@ SAMPLE |= {"in_prompt_ptr": "*i1"}
 NOISE64 = {"best_ptr": "*fp64"}
 VALUES, RANKS = {"IDS": 32, "BLOCK": 4096}, {"ids_ptr": I64, "ranks_ptr": I32, "scores_ptr": F32}
 TOP_K = {"HAS_K": True, "PLACES": 288, "BLOCK": 4096}
+NO_P = {"HAS_P": False, "top_p_ptr": None}
+NO_K = {"HAS_K": False, "top_k_ptr": None, "HAS_P": True}
 SUMS = {"sums_ptr": I64, "arrived_ptr": I64}
 INPUTS = {"BLOCK_SIZE": 16, "BLOCK": 256}
 
@@ -231,7 +233,8 @@ KERNELS: list[Row] = [
     ("triton_hopper_attention", "_hopper_prefill_kernel", HOPPER | HOPPER_64, {}),
     ("triton_sample", "_penalties_kernel", {"BLOCK": 1024}, SAMPLE | {"counts_ptr": I32}),
     ("triton_top_k", "_top_k_top_p_kernel", TOP_K | {"HAS_P": True}, SAMPLE | SUMS),
-    ("triton_top_k", "_top_k_top_p_kernel", TOP_K | {"HAS_P": False}, SAMPLE | SUMS),
+    ("triton_top_k", "_top_k_top_p_kernel", TOP_K | NO_P, SAMPLE | SUMS),
+    ("triton_top_k", "_top_k_top_p_kernel", TOP_K | NO_K, SAMPLE | SUMS),
     ("triton_sample", "_gumbel_kernel", {"FP64": False, "BLOCK": 1024}, SAMPLE),
     ("triton_sample", "_gumbel_kernel", {"FP64": True, "BLOCK": 1024}, SAMPLE | NOISE64),
     ("triton_sample", "_token_values_kernel", VALUES | {"LOGPROBS": True}, SAMPLE | RANKS),

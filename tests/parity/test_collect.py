@@ -528,6 +528,13 @@ def test_every_planted_fault_counts_for_a_feature_that_needs_what_finds_it(mutan
     assert any(asks(feature, mutant.by) for feature in owners), f"{told} don't need {mutant.by}"
 
 
+def test_every_test_of_a_gpu_counts_for_a_feature():
+    """Else a kernel may fail on the device, and no row tells."""
+    asked = {s.partition("::")[0] for feature in DECLARED for s in feature.needs.get("gpu", ())}
+    there = {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_*.py")}
+    assert there and there == asked
+
+
 @pytest.mark.parametrize("feature", DECLARED, ids=lambda feature: feature.id)
 def test_declared_files_tests_ops_and_traces_exist(feature):
     assert ours(feature, ROOT)[1] == ()

@@ -154,18 +154,19 @@ if SUPPORTED is True:
                 threshold = tl.maximum(threshold, of_p)
             drop = inside & (ordered < threshold)
             tl.store(x_ptr, tl.where(drop, float("-inf"), x), mask=drop)
-        elif step == N:
-            tl.atomic_max(row_sums + LARGEST, _ordered(tl.max(x, axis=0)).to(tl.int64))
-        else:
-            floor = _kept_by_k(top_k_ptr, row, columns, row_sums, HAS_K)
-            kept = inside & (ordered >= floor)
-            mass = _mass(x, kept, row_sums)
-            if step == N + 1:
-                tl.atomic_add(row_sums + TOTAL, _sum(mass, kept, True))
+        elif HAS_P:
+            if step == N:
+                tl.atomic_max(row_sums + LARGEST, _ordered(tl.max(x, axis=0)).to(tl.int64))
             else:
-                wanted = _wanted_of_p(top_p_ptr, row, row_sums)
-                if wanted >= 0:
-                    _pass(ordered, mass, row_sums + P_SUMS, wanted, step - (N + 2), True)
+                floor = _kept_by_k(top_k_ptr, row, columns, row_sums, HAS_K)
+                kept = inside & (ordered >= floor)
+                mass = _mass(x, kept, row_sums)
+                if step == N + 1:
+                    tl.atomic_add(row_sums + TOTAL, _sum(mass, kept, True))
+                else:
+                    wanted = _wanted_of_p(top_p_ptr, row, row_sums)
+                    if wanted >= 0:
+                        _pass(ordered, mass, row_sums + P_SUMS, wanted, step - (N + 2), True)
 
     @triton.jit(do_not_specialize=["first_step", "last_step"])
     def _top_k_top_p_kernel(

@@ -24,7 +24,7 @@ from vllmx.exceptions import UserError
 from vllmx.tasks.chat import connect
 from vllmx.tasks.http_client import Client
 
-LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID = 1000, 10000
+LOWEST_TOKEN_ID, HIGHEST_TOKEN_ID = 100, 1000
 """Of the prompts: none of the first ids, which tend to be special, and none that a small vocabulary
 lacks."""
 DONE = b"[DONE]"
