@@ -141,7 +141,7 @@ class LlamaAttention(nn.Module):
             rope.get(config.layer_types[layer], rope),  # some have one for each kind of layer
             ops,
             self.is_neox_style,
-            max_model_len,
+            max_model_len=max_model_len,
         )
 
     def fused(self, ops: OpTable) -> FusedQKV | None:

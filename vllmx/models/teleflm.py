@@ -18,10 +18,10 @@ from vllmx.models.llama import LlamaForCausalLM, LlamaModel
 class TeleFLMModel(LlamaModel):
     """Multiplied embedding, layers, final norm."""
 
-    def __init__(self, config: HFConfig, **shared: Any) -> None:
-        super().__init__(config, **shared)
-        scaled = config.read("use_mup", bool)
-        self.input_mult = config.read("input_mult", float) if scaled else 1.0
+    def __init__(self, **shared: Any) -> None:
+        super().__init__(**shared)
+        scaled = self.config.read("use_mup", bool)
+        self.input_mult = self.config.read("input_mult", float) if scaled else 1.0
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Rows of the table, times input_mult where use_mup says so."""
