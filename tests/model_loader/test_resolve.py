@@ -198,6 +198,17 @@ def test_unknown_architecture_is_named_with_the_nearest(config_for, folder) -> N
     assert "Gemma3ForCausalLM" in str(caught.value)
 
 
+@pytest.mark.parametrize("outer", ["qwen3_6", None])
+@pytest.mark.parametrize("inner", [{}, {"model_type": ""}])
+def test_a_text_config_of_no_family_is_refused(config_for, folder, outer, inner) -> None:
+    """What it leaves out would be guessed."""
+    text = {key: value for key, value in CONFIG.items() if key != "model_type"} | inner
+    path = folder(text_config=text, model_type=outer)
+    words = rf"\(text_config\): 'model_type' is missing, and the outer one, {outer!r}"
+    with pytest.raises(CheckpointError, match=words):
+        resolve_model(config_for(path))
+
+
 def test_remote_code_is_never_the_answer(config_for, folder) -> None:
     changes = {"architectures": ["MineForCausalLM"], "auto_map": {"AutoModel": "mine.Mine"}}
     with pytest.raises(UserError, match="brings its own code"):

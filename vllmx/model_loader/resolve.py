@@ -51,6 +51,7 @@ def resolve_model(vllm_config: VllmConfig) -> None:
     config.hf_config = hf_config
     _check_load_format(vllm_config, path)
     _check_architecture(hf_config)
+    _check_family(hf_config)
     config.dtype = DTYPE_ALIASES.get(config.dtype, config.dtype)
     _resolve_max_model_len(config)
     config.generation_config_dict = _generation_config(config, path, gguf)
@@ -147,6 +148,17 @@ def _check_architecture(config: HFConfig) -> None:
         f"{config.origin}: architecture {names[0]!r} is not supported.{code}{nearest} "
         f"Supported: {', '.join(sorted(known))}."
     )
+
+
+def _check_family(config: HFConfig) -> None:
+    """Refuse a language model that doesn't say its family, of which what it leaves out depends."""
+    text = config.text_config
+    if text is not config and not text.read("model_type", str, ""):
+        outer = config.read("model_type", (str, type(None)), None)
+        raise CheckpointError(
+            f"{text.origin}: 'model_type' is missing, and the outer one, {outer!r}, doesn't tell "
+            "it: add it."
+        )
 
 
 def _resolve_max_model_len(config: ModelConfig) -> None:
