@@ -69,6 +69,7 @@ BASE = {
     "models/hf_dense",
     "models/hf_latent",
     "models/hf_layers",
+    "models/hf_length",
     "models/hf_remote",
     "models/hf_sparse",
     "engine/__init__",

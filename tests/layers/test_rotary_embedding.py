@@ -89,9 +89,10 @@ def test_frequency_factors_of_a_gguf_divide_the_frequencies() -> None:
 def test_layers_that_agree_share_one_table() -> None:
     ops = OpTable(KernelConfig(), "cpu", torch.float32)
     parameters = {"rope_type": "default", "rope_theta": 10000.0}
-    first = get_rope(64, 128, parameters, ops)
-    assert get_rope(64, 128, dict(parameters), ops) is first
-    assert get_rope(64, 256, parameters, ops) is not first
+    first = get_rope(64, 128, parameters, ops, max_model_len=None)
+    assert get_rope(64, 128, dict(parameters), ops, max_model_len=128) is first
+    assert get_rope(64, 256, parameters, ops, max_model_len=None) is not first
+    assert get_rope(64, 128, parameters, ops, max_model_len=129) is not first
 
 
 LONG = {
@@ -112,6 +113,32 @@ def test_longrope_goes_by_what_the_engine_takes_and_not_by_the_prompt(longest, f
     rope = get_rope(32, 512, LONG, ops, max_model_len=longest)
     scale = (1 + math.log(4) / math.log(128)) ** 0.5
     assert float(rope.cos_sin_cache[7, 0]) == pytest.approx(scale * math.cos(7 / factor), abs=1e-6)
+
+
+@pytest.mark.parametrize("rope_type", SCALINGS)
+@pytest.mark.parametrize(("longest", "rows"), [(None, 512), (100, 512), (1300, 1300)])
+def test_the_table_has_a_row_for_each_position_that_the_engine_takes(
+    rope_type, longest, rows
+) -> None:
+    """With the same angles, whatever its length: formulas go by the config's length."""
+    ops = OpTable(
+        KernelConfig(ir_op_priority={"rotary_embedding": ["torch"]}), "cpu", torch.float32
+    )
+    told = {"rope_type": rope_type, "rope_theta": 1e4, **SAID[rope_type]}
+    if rope_type == "longrope":
+        told["short_factor"] = told["long_factor"]
+    table = get_rope(32, 512, told, ops, max_model_len=longest).cos_sin_cache
+    assert len(table) == rows
+    torch.testing.assert_close(
+        table[:512], get_rope(32, 512, told, ops, max_model_len=None).cos_sin_cache
+    )
+
+
+def test_rope_parameters_of_no_type_are_refused() -> None:
+    ops = OpTable(KernelConfig(), "cpu", torch.float32)
+    other = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    with pytest.raises(CheckpointError, match=r"no 'rope_type'.*full_attention"):
+        get_rope(32, 512, other, ops, max_model_len=None)
 
 
 def test_longrope_wants_a_factor_for_each_frequency() -> None:
@@ -168,8 +195,10 @@ SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 
 def test_sections_of_mrope_turn_text_as_plain_rotation_does(interleaved) -> None:
     """Whether a token of text has one position or three that are the same."""
     ops = OpTable(KernelConfig(), "cpu", torch.float32)
-    plain = get_rope(64, 512, {"rope_type": "default", "rope_theta": 1e6}, ops)
-    parts = get_rope(64, 512, {**SECTIONS, "mrope_interleaved": interleaved}, ops)
+    plain = get_rope(64, 512, {"rope_type": "default", "rope_theta": 1e6}, ops, max_model_len=None)
+    parts = get_rope(
+        64, 512, {**SECTIONS, "mrope_interleaved": interleaved}, ops, max_model_len=None
+    )
     assert isinstance(parts, MRotaryEmbedding)
     positions, heads = torch.tensor([0, 7, 500]), torch.randn(3, 128)
     want = plain(positions, heads, heads[:, :64])
@@ -184,4 +213,4 @@ def test_sections_of_mrope_turn_text_as_plain_rotation_does(interleaved) -> None
 def test_sections_of_mrope_are_three_and_have_all_angles(section) -> None:
     ops = OpTable(KernelConfig(), "cpu", torch.float32)
     with pytest.raises(CheckpointError, match=r"mrope_section is .*add up to 32"):
-        get_rope(64, 512, {**SECTIONS, "mrope_section": section}, ops)
+        get_rope(64, 512, {**SECTIONS, "mrope_section": section}, ops, max_model_len=None)

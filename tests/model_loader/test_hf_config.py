@@ -113,6 +113,51 @@ def test_layers_with_a_sliding_window(given, sliding) -> None:
     assert HFConfig(SIZES | given).layer_types.count("sliding_attention") == sliding
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("window", [{}, {"sliding_window": None}, {"sliding_window": 16}])
+@pytest.mark.parametrize("use", [{}, {"use_sliding_window": False}, {"use_sliding_window": True}])
+def test_windows_of_the_qwens_are_those_of_transformers(family, window, use) -> None:
+    """One that is left out is not one that is null."""
+    said = SIZES | {"model_type": family, "max_window_layers": 3} | window | use
+    theirs = transformers.AutoConfig.for_model(**said)
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 8
+    want = [theirs.sliding_window or None if "sliding" in kind else None for kind in kinds]
+    ours = HFConfig(said)
+    assert [ours.sliding_window if "sliding" in k else None for k in ours.layer_types] == want
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gemma3_text"])
+def test_a_window_of_nothing_is_none(family) -> None:
+    assert HFConfig(SIZES | {"model_type": family, "sliding_window": 0}).sliding_window is None
+
+
+@pytest.mark.parametrize("beside", [{}, {"rope_local_base_freq": 5e3}, {"rope_theta": 2e6}])
+@pytest.mark.parametrize("full", ["absent", None, {"rope_type": "linear", "factor": 8.0}])
+@pytest.mark.parametrize("sliding", ["absent", None, {}, {"rope_theta": 7e3}])
+def test_a_kind_of_layer_without_a_base_has_its_own(beside, full, sliding) -> None:
+    told = {"full_attention": full, "sliding_attention": sliding}
+    told = {kind: rope for kind, rope in told.items() if rope != "absent"}
+    said = SIZES | {"model_type": "gemma3_text", "rope_parameters": told or None} | beside
+    theirs = transformers.AutoConfig.for_model(**copy.deepcopy(said)).rope_parameters
+    assert HFConfig(said).rope_parameters == theirs
+
+
+def test_rope_parameters_of_a_kind_that_are_no_object_are_named() -> None:
+    with pytest.raises(CheckpointError, match="of 'sliding_attention' are 7, not a JSON object"):
+        HFConfig(SIZES | {"rope_parameters": {"sliding_attention": 7}})
+
+
+@pytest.mark.parametrize("family", sorted(name for name in DEFAULTS if name.endswith("_text")))
+@pytest.mark.parametrize("said", [{}, {"model_type": None}, {"model_type": ""}])
+def test_a_text_config_without_model_type_is_of_the_family_that_the_outer_one_tells(
+    family, said
+) -> None:
+    outer = {"architectures": ["X"], "model_type": family.removesuffix("_text")}
+    sizes = {k: v for k, v in SIZES.items() if k != "model_type"} | {"num_key_value_heads": 4}
+    want = HFConfig(outer | {"text_config": sizes | {"model_type": family}})
+    assert HFConfig(outer | {"text_config": sizes | said}).to_dict() == want.to_dict()
+
+
 def test_nested_text_config_inherits_the_outer_keys() -> None:
     inner = {k: v for k, v in SIZES.items() if k != "architectures"}
     outer = {

@@ -89,6 +89,74 @@ def test_pinned_length_is_kept_and_a_longer_one_refused(config_for, folder) -> N
         resolve_model(config_for(folder(), max_model_len=0))
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("said", "usual", "longest"),
+    [
+        ({"rope_scaling": YARN}, 128, 128),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 256, 256),
+        ({"model_type": "qwen2", "rope_scaling": YARN}, 128, 128),
+        ({"rope_parameters": YARN | {"rope_theta": 1e6}}, 128, 128),
+        ({"rope_parameters": {"full_attention": YARN, "sliding_attention": {}}}, 128, 128),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 160, 160),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, 128, 128),
+        ({"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}, 64, 64),
+        ({"rope_scaling": {"type": "linear", "factor": None}}, 64, 64),
+        ({"rope_scaling": LLAMA3}, 64, 64),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}, 64, 64),
+        ({"rope_scaling": LONG | {"factor": 4.0}}, 64, 64),
+        ({"rope_scaling": LONG, "original_max_position_embeddings": 16}, 16, 64),
+        ({"rope_scaling": LONG | {"original_max_position_embeddings": 16}}, 64, 64),
+        (
+            {"model_type": "phi3", "rope_scaling": LONG, "max_position_embeddings": 131072},
+            4096,
+            131072,
+        ),
+        (
+            {
+                "model_type": "phimoe",
+                "num_key_value_heads": 4,
+                "rope_scaling": LONG | {"original_max_position_embeddings": 16},
+            },
+            16,
+            64,
+        ),
+        ({"model_type": "gemma3_text", "rope_scaling": {"type": "linear", "factor": 8.0}}, 64, 64),
+        ({"model_max_length": 256}, 256, 256),
+        ({"seq_length": 48}, 48, 48),
+        ({"sliding_window": 16, "rope_scaling": {"type": "linear", "factor": 2.0}}, 128, 128),
+    ],
+)
+def test_the_length_is_upstreams(config_for, folder, said, usual, longest) -> None:
+    """Unless a length is told, that of LongRoPE's short factors; told, up to the scaled length."""
+    for given, taken in ((None, usual), (-1, usual), (longest, longest)):
+        config = config_for(folder(**said), max_model_len=given)
+        resolve_model(config)
+        assert config.model_config.max_model_len == taken
+    with pytest.raises(
+        UserError, match=f"max_model_len={longest + 1} is longer than the {longest}"
+    ):
+        resolve_model(config_for(folder(**said), max_model_len=longest + 1))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"factor": "4"}, "factor is '4'; a number above zero"),
+        ({"factor": -1.0}, "factor is -1.0; a number above zero"),
+        ({"factor": True}, "factor is True; a number above zero"),
+        ({"original_max_position_embeddings": "32"}, "original_max_position_embeddings is '32'"),
+    ],
+)
+def test_a_scaling_that_is_no_number_is_named(config_for, folder, said, words) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{words}"):
+        resolve_model(config_for(folder(rope_scaling=YARN | said)))
+
+
 @pytest.mark.parametrize(("given", "name"), [("half", "float16"), ("float", "float32")])
 def test_dtype_aliases_are_spelled_out(config_for, folder, given, name) -> None:
     config = config_for(folder(), dtype=given)
@@ -128,6 +196,17 @@ def test_unknown_architecture_is_named_with_the_nearest(config_for, folder) -> N
     with pytest.raises(UserError, match=r"'LlammaForCausalLM' is not supported.*Llama") as caught:
         resolve_model(config_for(folder(architectures=["LlammaForCausalLM"])))
     assert "Gemma3ForCausalLM" in str(caught.value)
+
+
+@pytest.mark.parametrize("outer", ["qwen3_6", None])
+@pytest.mark.parametrize("inner", [{}, {"model_type": ""}])
+def test_a_text_config_of_no_family_is_refused(config_for, folder, outer, inner) -> None:
+    """What it leaves out would be guessed."""
+    text = {key: value for key, value in CONFIG.items() if key != "model_type"} | inner
+    path = folder(text_config=text, model_type=outer)
+    words = rf"\(text_config\): 'model_type' is missing, and the outer one, {outer!r}"
+    with pytest.raises(CheckpointError, match=words):
+        resolve_model(config_for(path))
 
 
 def test_remote_code_is_never_the_answer(config_for, folder) -> None:

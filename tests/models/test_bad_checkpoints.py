@@ -17,10 +17,12 @@ from vllmx.config import VllmConfig, finalize
 from vllmx.engine.arg_utils import engine_args_to_config
 from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
+from vllmx.layers.rotary_embedding import RotaryEmbedding
 from vllmx.model_loader.loader import load_model
 from vllmx.model_loader.resolve import resolve_model
 from vllmx.models.unbuilt import HARMLESS
 from vllmx.models.utils import ROTARY_BUFFERS
+from vllmx.registry import get_model_cls
 from vllmx.tiny.configs import FAMILIES, config_of
 
 NAMES = sorted(name for name in FAMILIES if not name.endswith("-bf16"))
@@ -81,6 +83,22 @@ def test_a_key_that_asks_for_other_maths_stops_the_load(tmp_path, name) -> None:
         folder = saying(name, tmp_path / str(number), key, value)
         with pytest.raises(CheckpointError, match=re.escape(words)):
             load(folder)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {*WITHOUT_ROTATION, "tiny-chatglm"}))
+def test_every_position_of_a_scaled_model_has_its_angles(tmp_path, name) -> None:
+    """Whichever class makes the rotation: it is told how long the engine's sequences are."""
+    config = deepcopy(settings())
+    scaled = {"rope_type": "linear", "factor": 2.0}
+    config.model_config.model = str(saying(name, tmp_path / "scaled", "rope_scaling", scaled))
+    resolve_model(config)
+    build = get_model_cls(config.model_config.hf_config)
+    model = build(vllm_config=config, ops=OpTable(config.kernel_config, "cpu", torch.float32))
+    ropes = {module for module in model.modules() if isinstance(module, RotaryEmbedding)}
+    length = config.model_config.hf_text_config.max_position_embeddings
+    times = 1 if "gemma3" in config.model_config.hf_text_config.model_type else 2
+    assert config.model_config.max_model_len == times * length
+    assert ropes and {len(rope.cos_sin_cache) for rope in ropes} == {times * length}
 
 
 def test_quantisation_is_refused_wherever_it_is_told(tmp_path) -> None:

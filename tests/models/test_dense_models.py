@@ -3,6 +3,7 @@
 goldens, and by transformers for those that have a row each."""
 
 import json
+from copy import copy
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from tiny_folders import changed, in_folder
 from oracles.transformers_twin import load as load_twin
 from vllmx import SamplingParams
 from vllmx.exceptions import CheckpointError
+from vllmx.ir.ggml import GGMLType
 from vllmx.layers.attention import attention_layers
+from vllmx.model_loader.gguf_loader import GGUFTensor
 from vllmx.models.hf_config import DEFAULTS, NEVER_NULL, HFConfig
 from vllmx.models.hf_dense import DENSE_DEFAULTS
-from vllmx.models.utils import by_head
+from vllmx.models.utils import LLAMA_MAPPER, by_head, warn_of_own_head
 from vllmx.tiny.configs import config_of
 from vllmx.tiny.dense_configs import DENSE_FAMILIES
 
@@ -113,6 +116,69 @@ def test_a_tied_model_warns_of_a_head_that_is_not_its_embedding(
         save_file(tensors | head, folder / "model.safetensors")
         build_engine(folder, max_model_len=64).shutdown()
         assert ("lm_head.weight is not the embedding" in caplog.text) == (factor == 2)
+
+
+STORED = {
+    "dense": torch.arange(4, dtype=torch.uint8).view(2, 2).float(),
+    "other": torch.ones(2, 2),
+    "Q8_0": GGUFTensor("a", GGMLType.Q8_0, (2, 32), torch.zeros(2, 34, dtype=torch.uint8)),
+    "Q8_0 other": GGUFTensor("b", GGMLType.Q8_0, (2, 32), torch.ones(2, 34, dtype=torch.uint8)),
+    "Q4_0": GGUFTensor("c", GGMLType.Q4_0, (2, 32), torch.zeros(2, 18, dtype=torch.uint8)),
+}
+
+
+@pytest.mark.parametrize("head", STORED)
+@pytest.mark.parametrize("embedding", STORED)
+def test_a_head_that_is_left_out_is_told_however_it_is_stored(caplog, head, embedding) -> None:
+    weights = [
+        ("model.embed_tokens.weight", STORED[embedding]),
+        ("lm_head.weight", copy(STORED[head])),
+    ]
+    assert list(warn_of_own_head(weights, LLAMA_MAPPER, "config.json")) == weights
+    assert ("lm_head.weight is not the embedding" in caplog.text) == (head != embedding)
+
+
+@pytest.mark.parametrize("count", [1, 3, 25])
+def test_all_weights_that_do_not_fit_are_named_at_once(folders, tmp_path, count) -> None:
+    """Those that lack, those without a place and those of another shape, up to a number of each."""
+    folder = changed(folders("tiny-llama"), tmp_path / "many", num_hidden_layers=30)
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(30):
+        for name in [name for name in tensors if name.startswith("model.layers.0.")]:
+            tensors[name.replace(".0.", f".{layer}.")] = tensors[name].clone()
+    layers = [f"model.layers.{layer}" for layer in sorted(range(count), key=str)]
+    for layer in layers:
+        del tensors[f"{layer}.self_attn.q_proj.weight"]
+        tensors[f"{layer}.mlp.up_proj.weight"] = tensors[f"{layer}.mlp.up_proj.weight"][1:].clone()
+        tensors[f"{layer}.swirl.weight"] = torch.ones(3)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as error:
+        build_engine(folder, max_model_len=64)
+    said = str(error.value)
+    assert said.startswith(f"{folder / 'model.safetensors'}: weight ")
+    refused = sum(
+        f"weight {layer}.{part}.weight" in said
+        for layer in layers
+        for part in ("mlp.up_proj", "swirl")
+    )
+    assert refused == min(2 * count, 20)
+    assert (f"{2 * count - 20} more do not fit." in said) == (2 * count > 20)
+    lacking = said.partition("the checkpoint lacks ")[2].removesuffix(".")
+    names, _, more = lacking.partition(" and ")
+    assert (
+        names.split(", ")
+        == [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(count)][:20]
+    )
+    assert more == ("5 more" if count == 25 else "")
+
+
+@pytest.mark.parametrize("name", ["tiny-phi", "tiny-gptj", "tiny-phimoe"])
+def test_a_tied_head_with_a_bias_is_refused(folders, tmp_path, name) -> None:
+    """Its bias has no place in the embedding; upstream refuses it too, but for Phi's MoE."""
+    more = {"lm_head_bias": True} if name == "tiny-phimoe" else {}
+    folder = changed(folders(name), tmp_path / "tied", tie_word_embeddings=True, **more)
+    with pytest.raises(CheckpointError, match=r"config\.json: tie_word_embeddings is true, which"):
+        build_engine(folder, max_model_len=64)
 
 
 def test_a_head_of_another_name_is_left_out_of_a_tied_model_with_a_warning(

@@ -112,23 +112,32 @@ def get_rope(
     rope_parameters: dict[str, Any],
     ops: OpTable,
     is_neox_style: bool = True,
-    max_model_len: int | None = None,
+    *,
+    max_model_len: int | None,
 ) -> RotaryEmbedding:
     """The rotary embedding for a config's rope parameters; layers that agree on them share it.
 
     rope_parameters has rope_type, rope_theta and what the type needs. A type without a formula
     here raises CheckpointError: plain rotation would be right for short prompts only.
-    max_model_len: the longest sequence that the engine takes; null is max_position. LongRoPE has
-    factors of its own for engines beyond the original context. With mrope_section tokens may have
-    three positions each.
+    max_position: the config's length, which formulas go by.
+    max_model_len: the longest sequence that the engine takes, of which every position has a row in
+    the table; null is max_position. LongRoPE has factors of its own for engines beyond the original
+    context. With mrope_section tokens may have three positions each.
     """
+    if "rope_type" not in rope_parameters:
+        raise CheckpointError(
+            f"rope parameters: no 'rope_type' among {', '.join(rope_parameters) or 'them'}; where "
+            "each kind of layer has its own, all kinds of layer_types must be there."
+        )
+    rows = max(max_position, max_model_len or 0)
     if rope_parameters["rope_type"] == "longrope":
         longest = max_position if max_model_len is None else max_model_len
         rope_parameters = {**rope_parameters, "max_model_len": longest}
-    key = ("rope", head_size, max_position, is_neox_style, repr(sorted(rope_parameters.items())))
+    told = repr(sorted(rope_parameters.items()))
+    key = ("rope", head_size, max_position, rows, is_neox_style, told)
     if key not in ops.shared:
         inv_freq, attention_factor = compute_inv_freq(head_size, max_position, rope_parameters)
-        how = (head_size, inv_freq, max_position, is_neox_style, attention_factor, ops)
+        how = (head_size, inv_freq, rows, is_neox_style, attention_factor, ops)
         if (section := rope_parameters.get("mrope_section")) is None:
             ops.shared[key] = RotaryEmbedding(*how)
         else:

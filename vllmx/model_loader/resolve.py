@@ -15,6 +15,7 @@ from vllmx.model_loader.gguf_config import generation_config_from_gguf, hf_confi
 from vllmx.model_loader.gguf_reader import MAGIC, GGUFReader
 from vllmx.model_loader.pt_file import pt_file
 from vllmx.models.hf_config import HFConfig, read_json
+from vllmx.models.hf_length import longest_sequence, usual_length
 from vllmx.plugins import load_general_plugins
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def resolve_model(vllm_config: VllmConfig) -> None:
     config.hf_config = hf_config
     _check_load_format(vllm_config, path)
     _check_architecture(hf_config)
+    _check_family(hf_config)
     config.dtype = DTYPE_ALIASES.get(config.dtype, config.dtype)
     _resolve_max_model_len(config)
     config.generation_config_dict = _generation_config(config, path, gguf)
@@ -148,19 +150,27 @@ def _check_architecture(config: HFConfig) -> None:
     )
 
 
+def _check_family(config: HFConfig) -> None:
+    """Refuse a language model that doesn't say its family, of which what it leaves out depends."""
+    text = config.text_config
+    if text is not config and not text.read("model_type", str, ""):
+        outer = config.read("model_type", (str, type(None)), None)
+        raise CheckpointError(
+            f"{text.origin}: 'model_type' is missing, and the outer one, {outer!r}, doesn't tell "
+            "it: add it."
+        )
+
+
 def _resolve_max_model_len(config: ModelConfig) -> None:
-    limit = config.hf_text_config.read("max_position_embeddings", int)
-    window = config.hf_text_config.read("sliding_window", int, None)
-    if config.disable_sliding_window and window is not None:
-        limit = min(limit, window)
+    limit, key = longest_sequence(config.hf_text_config, config.disable_sliding_window)
     wanted = config.max_model_len
     config.max_model_len_pinned = wanted not in (None, -1)
-    if not config.max_model_len_pinned:
-        config.max_model_len = limit
+    if wanted is None or wanted == -1:
+        config.max_model_len = usual_length(config.hf_text_config, limit)
     elif wanted > limit:
         raise UserError(
             f"model.max_model_len={wanted} is longer than the {limit} tokens that the model takes "
-            f"(max_position_embeddings in {config.hf_config.origin}); lower it to {limit} or less."
+            f"({key} in {config.hf_config.origin}); lower it to {limit} or less."
         )
     elif wanted == 0:
         raise UserError("model.max_model_len=0: must be at least 1.")

@@ -43,7 +43,8 @@ class ChatGLMAttention(LlamaAttention):
             "partial_rotary_factor": 0.5,
         }
         halves = not config.read("original_rope", bool, True)
-        return get_rope(config.head_dim, config.max_position_embeddings, rope, ops, halves)
+        length = config.max_position_embeddings
+        return get_rope(config.head_dim, length, rope, ops, halves, max_model_len=max_model_len)
 
 
 class ChatGLMDecoderLayer(LlamaDecoderLayer):

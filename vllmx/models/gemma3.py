@@ -83,7 +83,13 @@ class Gemma3Attention(nn.Module):
         rope = config.rope_parameters
         if layer_type not in rope:
             raise CheckpointError(f"{config.origin}: rope_parameters has no {layer_type!r}.")
-        self.rotary_emb = get_rope(head_dim, config.max_position_embeddings, rope[layer_type], ops)
+        self.rotary_emb = get_rope(
+            head_dim,
+            config.max_position_embeddings,
+            rope[layer_type],
+            ops,
+            max_model_len=vllm_config.model_config.max_model_len,
+        )
         self.attn = Attention(
             heads,
             head_dim,

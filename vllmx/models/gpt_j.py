@@ -22,7 +22,8 @@ class GPTJAttention(LlamaAttention):
     ) -> RotaryEmbedding | None:
         """Over the first rotary_dim elements of a head."""
         rope = {**config.rope_parameters, "rope_dim": config.rotary_dim}
-        return get_rope(config.head_dim, config.max_position_embeddings, rope, ops, False)
+        length = config.max_position_embeddings
+        return get_rope(config.head_dim, length, rope, ops, False, max_model_len=max_model_len)
 
 
 class GPTJBlock(ParallelDecoderLayer):

@@ -56,7 +56,7 @@ GEMMA3_DEFAULTS: dict[str, Any] = {
 QWEN_DEFAULTS = LLAMA_DEFAULTS | {
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
-    "sliding_window": None,
+    "sliding_window": 4096,
     "max_window_layers": 28,
 }
 QWEN3_NEXT_DEFAULTS = LLAMA_DEFAULTS | {
@@ -125,8 +125,9 @@ class HFConfig:
     """The values of a config.json; keys are attributes, a missing one is a MissingKeyError.
 
     `origin` is the file the values came from and appears in errors. `text_config` is the language
-    model's part: the config itself where it is not nested. `raw` holds the values as read, and
-    `gguf` the open reader of a GGUF checkpoint, so that it is parsed once.
+    model's part: the config itself where it is not nested. Where that part has no model_type, it is
+    of the outer one's family with "_text" behind it, if there is one. `raw` holds the values as
+    read, and `gguf` the open reader of a GGUF checkpoint, so that it is parsed once.
     """
 
     def __init__(self, values: dict[str, Any], origin: str = "config.json") -> None:
@@ -140,6 +141,8 @@ class HFConfig:
             for key in ("architectures", "tie_word_embeddings", "dtype", "torch_dtype"):
                 if key in self._values:
                     inner.setdefault(key, self._values[key])
+            if not inner.get("model_type") and (family := _text_family(self._values)):
+                inner["model_type"] = family
             self._values["text_config"] = HFConfig(inner, f"{origin} (text_config)")
         else:
             self._values.pop("text_config", None)
@@ -220,16 +223,31 @@ def _normalise(config: HFConfig) -> None:
     for key, kind in NEVER_NULL.items():
         if key in values and not _means_null(values, key):
             config.read(key, kind)
+    if values.get("sliding_window") == 0 or _leaves_window_unused(values):
+        values["sliding_window"] = None
     values.setdefault("dtype", values.get("torch_dtype"))
     if "num_attention_heads" in values:
         _derive_attention(config)
     values["rope_parameters"] = _rope_parameters(config)
 
 
+def _text_family(outer: dict[str, Any]) -> str | None:
+    """The model_type of the language model in an `outer` config that doesn't say it; None where
+    the outer model_type doesn't tell it."""
+    family = f"{outer.get('model_type')}_text"
+    return family if family in DEFAULTS else None
+
+
 def _means_null(values: dict[str, Any], key: str) -> bool:
     """Whether `key` is null in a family that gives this a meaning, by having it as its default."""
     default = DEFAULTS.get(values.get("model_type", ""), {}).get(key, REQUIRED)
     return values[key] is None and default is None
+
+
+def _leaves_window_unused(values: dict[str, Any]) -> bool:
+    """Whether use_sliding_window, of a family that reads it, says that no layer has the window."""
+    known = "use_sliding_window" in DEFAULTS.get(values.get("model_type", ""), {})
+    return known and not values["use_sliding_window"]
 
 
 def _value_at(values: dict[str, Any], path: str) -> Any:
@@ -289,16 +307,30 @@ def _rope_parameters(config: HFConfig) -> dict[str, Any]:
     transformers: what stands beside it may be no more than the family's default.
     """
     given = config.read("rope_scaling", dict, None) or config.read("rope_parameters", dict, None)
-    kinds = {"full_attention", "sliding_attention"}
-    if given and set(given) <= kinds:
-        return {kind: _one_rope(config, given[kind] or {}, "rope_theta", True) for kind in given}
     local = LOCAL_BASES.get(config._values.get("model_type", ""))
+    bases = {"full_attention": "rope_theta", "sliding_attention": local or "rope_theta"}
+    if given and set(given) <= set(bases):
+        kinds = bases if local else given
+        return {
+            kind: _one_rope(config, _of_kind(config, given, kind), bases[kind], True)
+            for kind in kinds
+        }
     if local is None:
         return _one_rope(config, given or {}, "rope_theta")
     return {
         "full_attention": _one_rope(config, given or {}, "rope_theta"),
         "sliding_attention": _one_rope(config, {}, local),
     }
+
+
+def _of_kind(config: HFConfig, given: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The rope parameters of one kind of layers; none where they are null or left out."""
+    found = given.get(kind)
+    if found is not None and not isinstance(found, dict):
+        raise CheckpointError(
+            f"{config.origin}: the rope parameters of {kind!r} are {found!r}, not a JSON object."
+        )
+    return found or {}
 
 
 def _one_rope(

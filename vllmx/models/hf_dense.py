@@ -317,5 +317,5 @@ SLIDING: dict[str, int] = {
     "olmo3": 4,
 }
 """Families whose every n-th layer is full and the others have a window, unless told otherwise."""
-ALL_SLIDING = ("mistral", "ministral3", "mixtral", "phi3", "phimoe", "starcoder2")
+ALL_SLIDING = ("mistral", "ministral3", "mixtral", "phi3", "phimoe", "qwen3_moe", "starcoder2")
 """Families of which every layer has the window, if there is one."""

@@ -42,11 +42,16 @@ def layer_types(config: HFConfig, values: dict[str, Any], layers: int) -> list[s
     if values.get("model_type") == "smollm3":  # layers that do not rotate have the window
         use = values["use_sliding_window"]
         return [sliding if use and not r else full for r in values["no_rope_layers"]]
+    if values.get("model_type") == "qwen2_moe":  # every other of the first layers
+        last = values["max_window_layers"]
+        return [sliding if i % 2 == 0 and i < last else full for i in range(layers)]
+    if values.get("model_type") in ALL_SLIDING:
+        return [sliding] * layers
     if {"use_sliding_window", "max_window_layers"} <= values.keys():  # Qwen: the first stay full
         if not values["use_sliding_window"]:
             return [full] * layers
         return [sliding if i >= values["max_window_layers"] else full for i in range(layers)]
-    return [sliding if values.get("model_type") in ALL_SLIDING else full] * layers
+    return [full] * layers
 
 
 def _cohere2_moe_layers(config: HFConfig, layers: int) -> list[str]:

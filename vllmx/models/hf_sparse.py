@@ -10,7 +10,7 @@ from vllmx.models.hf_dense import COHERE, COMMON, LLAMA_LIKE
 QWEN_MOE = LLAMA_LIKE | {
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
-    "sliding_window": None,
+    "sliding_window": 4096,
     "max_window_layers": 28,
     "norm_topk_prob": False,
     "decoder_sparse_step": 1,

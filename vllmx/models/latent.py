@@ -82,7 +82,7 @@ class LatentAttention(nn.Module):
             self.rope_parameters(config),
             ops,
             self.is_neox_style,
-            vllm_config.model_config.max_model_len,
+            max_model_len=vllm_config.model_config.max_model_len,
         )
         self.attn = Attention(
             heads, self.size, self.scale_of(config), heads, prefix=f"{prefix}.attn", **shared

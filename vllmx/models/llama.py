@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vllmx.config import VllmConfig
-from vllmx.exceptions import WeightError
+from vllmx.exceptions import CheckpointError, WeightError
 from vllmx.ir.select import OpTable
 from vllmx.layers.activation import get_act_and_mul_fn
 from vllmx.layers.attention import Attention
@@ -141,7 +141,7 @@ class LlamaAttention(nn.Module):
             rope.get(config.layer_types[layer], rope),  # some have one for each kind of layer
             ops,
             self.is_neox_style,
-            max_model_len,
+            max_model_len=max_model_len,
         )
 
     def fused(self, ops: OpTable) -> FusedQKV | None:
@@ -268,6 +268,11 @@ class LlamaForCausalLM(nn.Module):
         config = vllm_config.model_config.hf_text_config
         self.config = config
         refuse_unbuilt(config, self.layer_kinds)
+        if self.lm_head_bias and config.tie_word_embeddings:
+            raise CheckpointError(
+                f"{config.origin}: tie_word_embeddings is true, which is not supported where the "
+                "head has a bias; set it to false where the checkpoint has an lm_head.weight."
+            )
         self.model = self.model_cls(
             vllm_config=vllm_config, ops=ops, prefix=maybe_prefix(prefix, "model")
         )

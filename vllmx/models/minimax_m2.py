@@ -31,7 +31,8 @@ class MiniMaxM2Attention(OlmoeAttention):
         rope = dict(config.rope_parameters)
         if "partial_rotary_factor" not in rope and "rotary_dim" in config:
             rope["rope_dim"] = config.read("rotary_dim", int)
-        return get_rope(config.head_dim, config.max_position_embeddings, rope, ops)
+        length = config.max_position_embeddings
+        return get_rope(config.head_dim, length, rope, ops, max_model_len=max_model_len)
 
 
 def minimax_m2_moe(config: HFConfig, **shared: Any) -> nn.Module:

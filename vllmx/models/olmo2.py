@@ -33,7 +33,8 @@ class Olmo2Attention(LlamaAttention):
             return super().rope_of(config, layer, max_model_len, ops)
         if kind == "sliding_attention":
             rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-        return get_rope(config.head_dim, config.max_position_embeddings, rope, ops)
+        length = config.max_position_embeddings
+        return get_rope(config.head_dim, length, rope, ops, max_model_len=max_model_len)
 
     def prepare(self, positions: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:
         """Norm, then rotate."""

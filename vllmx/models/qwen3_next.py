@@ -61,7 +61,11 @@ class Qwen3NextAttention(nn.Module):
         self.q_norm = GemmaRMSNorm(head_dim, config.rms_norm_eps, ops)
         self.k_norm = GemmaRMSNorm(head_dim, config.rms_norm_eps, ops)
         self.rotary_emb = get_rope(
-            head_dim, config.max_position_embeddings, config.rope_parameters, ops
+            head_dim,
+            config.max_position_embeddings,
+            config.rope_parameters,
+            ops,
+            max_model_len=vllm_config.model_config.max_model_len,
         )
         self.attn = Attention(
             heads, head_dim, head_dim**-0.5, kv_heads, prefix=f"{prefix}.attn", **shared

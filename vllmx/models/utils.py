@@ -40,6 +40,8 @@ ROTARY_BUFFERS = (
     "rotary_pos_emb.inv_freq",
 )
 """What older checkpoints keep of a rotation, which is computed from the config."""
+SHOWN = 20
+"""How many weights of a kind an error names."""
 _EXPERT = re.compile(r"(?P<layer>.+\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
 
 
@@ -168,15 +170,22 @@ def warn_of_own_head(
         elif ours == ("model.embed_tokens.weight", None):
             embedding = weight
         yield name, weight
-    if not (isinstance(head, Tensor) and isinstance(embedding, Tensor)):
-        return
-    if not torch.equal(head, embedding.to(head.dtype)):
+    if head is not None and embedding is not None and not _same_values(head, embedding):
         logger.warning(
             "%s: %s is not the embedding and is left out, as tie_word_embeddings is true: if it is "
             "meant, set tie_word_embeddings to false in config.json.",
             origin,
             own,
         )
+
+
+def _same_values(head: Any, embedding: Any) -> bool:
+    """Whether two weights are one; of those that are quantised, whether they are stored alike."""
+    if isinstance(head, Tensor) and isinstance(embedding, Tensor):
+        return torch.equal(head, embedding.to(head.dtype))
+    if isinstance(head, Tensor) or isinstance(embedding, Tensor):
+        return False
+    return head.qtype == embedding.qtype and torch.equal(head.data, embedding.data)
 
 
 class AutoWeightsLoader:
@@ -191,10 +200,13 @@ class AutoWeightsLoader:
         self.skip_prefixes = skip_prefixes
         self.whole: set[str] = set()  # what the checkpoint has all shards of in one matrix
         self.is_headless = False
+        self.faults: list[WeightError] = []
+        self.refused: set[tuple[str, str, str | None]] = set()  # layer, parameter and shard of each
         self.kv_scales = KVScales(attention_layers(model))
 
     def load_weights(self, weights: Iterable[tuple[str, Any]], mapper: WeightsMapper) -> None:
-        """Load (checkpoint name, tensor) pairs; CheckpointError names what does not fit.
+        """Load (checkpoint name, tensor) pairs; CheckpointError names all that do not fit, up to
+        SHOWN of them.
 
         Layers are packed side by side, one thread each: expanding and packing a weight is many
         small ops, which several threads at once slow down rather than speed up.
@@ -214,7 +226,8 @@ class AutoWeightsLoader:
     def _complete_holders(
         self, weights: Iterable[tuple[str, Any]], mapper: WeightsMapper
     ) -> Iterator[WeightHolder]:
-        """Hand out the weights and yield each layer when it has got its last one."""
+        """Hand out the weights and yield each layer when it has got its last one; none any more
+        once a weight did not fit, as all that is left then is to find the others."""
         for source_name, tensor in weights:
             if self.kv_scales.take(mapper.rename(source_name), tensor):
                 continue
@@ -228,18 +241,44 @@ class AutoWeightsLoader:
             module_name, _, param = name.rpartition(".")
             holder = self.holders.get(module_name)
             if holder is None:
-                raise WeightError(self._unexpected(source_name, module_name), source_name)
+                self.faults.append(
+                    WeightError(self._unexpected(source_name, module_name), source_name)
+                )
+                continue
             if shard_id is None:
                 self.whole.add(module_name.rpartition(".")[2])
-            if holder.load_weight(param, shard_id, tensor, source_name):
+            try:
+                complete = holder.load_weight(param, shard_id, tensor, source_name)
+            except WeightError as error:
+                self.faults.append(error)
+                self.refused.add((module_name, param, shard_id))
+                continue
+            if complete and not self.faults:
                 yield holder
 
     def _unexpected(self, source_name: str, module_name: str) -> str:
+        if len(self.faults) >= SHOWN:  # it is counted only
+            return ""
         near = difflib.get_close_matches(module_name, self.holders, n=1)
         hint = f"; the nearest layer is {near[0]}" if near else ""
         return f"weight {source_name} has no place in this architecture{hint}."
 
     def _check_complete(self, mapper: WeightsMapper) -> None:
+        missing = self._missing(mapper)
+        told = [str(fault) for fault in self.faults[:SHOWN]]
+        if more := len(self.faults) - len(told):
+            told.append(f"{more} more do not fit.")
+        if missing:
+            shown = ", ".join(missing[:SHOWN])
+            more = len(missing) - SHOWN
+            told.append(f"the checkpoint lacks {shown}{f' and {more} more' if more > 0 else ''}.")
+        if self.faults:
+            raise WeightError(" ".join(told), self.faults[0].weight)
+        if told:
+            raise CheckpointError(" ".join(told))
+
+    def _missing(self, mapper: WeightsMapper) -> list[str]:
+        """The checkpoint's names of what no weight came for."""
         missing = []
         for name, holder in self.holders.items():
             skipped = self.skip_prefixes and f"{name}.".startswith(self.skip_prefixes)
@@ -247,7 +286,8 @@ class AutoWeightsLoader:
                 continue
             have = holder.loaded or {}
             for param, shard in holder.expected_weights():
-                if (param, shard) in have:
+                refused = {(name, param, shard), (name, param, None)} & self.refused
+                if (param, shard) in have or refused:
                     continue
                 own = holder.checkpoint_name(param, shard)
                 part = None if name.rpartition(".")[2] in self.whole else shard
@@ -255,8 +295,4 @@ class AutoWeightsLoader:
                 missing.append(source if own is None else mapper.source_name(f"{name}.{own}", None))
         if self.is_headless:
             missing = [mapper.headless(source) for source in missing]
-        missing = list(dict.fromkeys(missing))  # a matrix of several shards is one
-        if missing:
-            shown = ", ".join(missing[:5])
-            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-            raise CheckpointError(f"the checkpoint lacks {shown}{more}.")
+        return list(dict.fromkeys(missing))  # a matrix of several shards is one
