@@ -525,7 +525,10 @@ def test_every_planted_fault_counts_for_a_feature_that_needs_what_finds_it(mutan
     owners = [feature for feature in DECLARED if mutant.file in FILES[feature.id]]
     assert owners, f"no feature has {mutant.file}"
     told = ", ".join(feature.id for feature in owners)
-    assert any(asks(feature, mutant.by) for feature in owners), f"{told} don't need {mutant.by}"
+    asking = [feature.id for feature in DECLARED if asks(feature, mutant.by)]
+    assert any(asks(feature, mutant.by) for feature in owners), (
+        f"{mutant.file} is of {told}; {mutant.by} is asked for by {asking or 'none'}"
+    )
 
 
 def test_every_test_of_a_gpu_counts_for_a_feature():
