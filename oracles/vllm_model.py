@@ -86,8 +86,9 @@ def prepare() -> None:
 def compute(job: Job) -> Answer:
     """Continue and score the sequences of `job`."""
     os.environ.update(SETTINGS)
-    _give_sinks_as_bfloat16()
     config = json.loads((Path(job.folder) / "config.json").read_text())
+    if config.get("model_type") == "gpt_oss":
+        _give_sinks_as_bfloat16()
     if config.get("model_type") in ("ernie4_5_moe", "laguna", "minimax_m2"):
         _choose_experts_with_their_bias()
     if config.get("model_type") == "laguna":
@@ -232,7 +233,7 @@ def _find_biases_of_laguna() -> None:
 
 def _forget_chunks_of_rnj1() -> None:
     """Upstream's Rnj-1 says of layers without chunks that they look back at none, with a word that
-    its attention on a CPU does not know."""
+    its attention on a CPU does not know. The golden names its lane `vllm-cpu-f32-nolookback`."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     make = CPUAttentionBackendImpl.__init__
@@ -242,11 +243,13 @@ def _forget_chunks_of_rnj1() -> None:
         make(self, *args, **others)
 
     CPUAttentionBackendImpl.__init__ = without
+    _told.append("vllm-cpu-f32-nolookback")
 
 
 def _give_sinks_as_bfloat16() -> None:
     """Upstream's CPU kernel takes attention sinks in bfloat16 alone, whatever the model is in: the
-    same numbers are given so, and others than bfloat16 holds are refused."""
+    same numbers are given so, and others than bfloat16 holds are refused. The golden names its lane
+    `vllm-cpu-f32-sinks16`."""
     from vllm import _custom_ops as ops
 
     kernel = ops.cpu_attention_with_kv_cache
@@ -259,6 +262,7 @@ def _give_sinks_as_bfloat16() -> None:
         return kernel(*args, s_aux=s_aux, **others)
 
     ops.cpu_attention_with_kv_cache = attention
+    _told.append("vllm-cpu-f32-sinks16")
 
 
 def answer_of(job: Job, stream: bool, **options: Any) -> Answer:

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import json
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
@@ -41,6 +43,8 @@ MAX_MODEL_LEN = 128
 SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
 EOS_ID = 257
 HTTP = httpx.Client(timeout=20)
+PATIENCE_S = 120
+"""How long a server may take to start or to end: on a busy machine one has stood for 20 s."""
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'critic' %}{{ raise_exception('no critics here') }}{% endif %}"
@@ -229,13 +233,15 @@ def running_server(app: FastAPI, config: ServerConfig | None = None) -> Iterator
         server = Server(uvicorn_config(app, config), ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
         thread.start()
-        assert ready.wait(20)
+        assert ready.wait(PATIENCE_S)
         try:
             yield socket_url(sock)
         finally:
             server.should_exit = True
-            thread.join(20)
-            assert not thread.is_alive()
+            thread.join(PATIENCE_S)
+            if thread.is_alive():
+                faulthandler.dump_traceback(sys.__stderr__)
+                raise AssertionError("the server did not end; where each thread is, is above")
 
 
 def client(url: str, **kwargs: Any) -> openai.OpenAI:
