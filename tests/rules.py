@@ -287,6 +287,18 @@ def no_marks(source: Source) -> Iterator[Breach]:
             yield number, "finish it, refuse it, or file an issue"
 
 
+def clock_of_one_module(source: Source) -> Iterator[Breach]:
+    """A test replaces the clock that one module sees, not the one of the whole process: servers
+    that other tests left running would wait by it, and one that looked at an early time slept on.
+    """
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("setattr"):
+            continue
+        target = ast.unparse(node.args[0]).strip("'\"") if node.args else ""
+        if target.startswith("time.") or (len(node.args) == 3 and target.split(".")[-1] == "time"):
+            yield node.lineno, "put an object in the place of the module's own `time`"
+
+
 def nothing_private(text: str) -> Iterator[Breach]:
     """No folder of a developer's machine and no address of a registry in a committed file."""
     for number, line in enumerate(text.split("\n"), 1):
@@ -306,6 +318,7 @@ RULES: list[Callable[[Source], Iterator[Breach]]] = [
     oracles_alone,
     layers,
     no_marks,
+    clock_of_one_module,
 ]
 
 

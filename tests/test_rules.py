@@ -35,6 +35,8 @@ BAD = [
     (rules.layers, "vllmx/core/x.py", "from vllmx.layers import linear\n"),
     (rules.layers, "vllmx/config.py", "from vllmx.layers import linear\n"),
     (rules.no_marks, "vllmx/x.py", "# TO" + "DO later\n"),
+    (rules.clock_of_one_module, "tests/x.py", "patch.setattr(replay.time, 'monotonic', f)\n"),
+    (rules.clock_of_one_module, "tests/x.py", "patch.setattr('time.monotonic_ns', f)\n"),
 ]
 
 
@@ -53,6 +55,7 @@ GOOD = [
         "if TYPE_CHECKING:\n    from vllmx.layers import linear\n",
     ),
     (rules.layers, "vllmx/entrypoints/llm.py", "from vllmx.layers import linear\n"),
+    (rules.clock_of_one_module, "tests/x.py", "patch.setattr(replay, 'time', clock)\n"),
 ]
 
 

@@ -2,11 +2,13 @@
 """The free queue, the prefix-cache map, the pool's life of a block, events and metrics."""
 
 import random
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from kv_helpers import make_kv_request
 
+from vllmx.core import kv_cache_metrics
 from vllmx.core.block_hash import make_block_hash_with_group_id, maybe_convert_block_hash
 from vllmx.core.block_pool import BlockHashToBlockMap, BlockPool
 from vllmx.core.kv_cache_block import FreeKVCacheBlockQueue, KVCacheBlock
@@ -271,8 +273,9 @@ def test_events_travel_as_tagged_maps():
 
 
 def test_metrics_follow_a_block_from_allocation_to_eviction(monkeypatch):
-    clock = iter(range(0, 10**12, 10**9))
-    monkeypatch.setattr("time.monotonic_ns", lambda: next(clock))
+    seconds = iter(range(0, 10**12, 10**9))
+    clock = SimpleNamespace(monotonic_ns=lambda: next(seconds))
+    monkeypatch.setattr(kv_cache_metrics, "time", clock)
     collector = KVCacheMetricsCollector(sample_rate=1.0)
     pool = BlockPool(2, True, 4, metrics_collector=collector)
     request = make_kv_request("a", [1] * 4)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ from parity import (
     oracle_process,
     policy,
     record,
+    replay,
 )
 from parity.op_cells import OpCell
 from parity.op_table import OPS
@@ -234,7 +236,8 @@ def test_models_are_checked_until_time_is_over_each_night_others(monkeypatch, tm
         return [(entry, {entry.lanes[0]: b"golden"}) for entry in entries]
 
     monkeypatch.setattr(model_golden, "record", ask)
-    monkeypatch.setattr(record.time, "monotonic", lambda: 10.0 * len(asked))
+    clock = SimpleNamespace(monotonic=lambda: 10.0 * len(asked))
+    monkeypatch.setattr(replay, "time", clock)
     seen = []
     groups = -(-len(names) // record.TOGETHER)
     for day in range(groups):

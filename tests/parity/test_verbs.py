@@ -10,6 +10,7 @@ from dataclasses import fields
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -166,7 +167,7 @@ def test_a_replay_out_of_time_keeps_what_it_has_shown_and_is_not_success(
 ):
     clock = iter([0.0, 1.0, 2.0, 3.0, 4.0])
     box = replay.TimeBox(2.5)
-    monkeypatch.setattr(replay.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(replay, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert [*box.take([[1], [2, 3], [4], [5, 6]])] == [[1], [2, 3], [4]] and box.left == 2
     monkeypatch.undo()
     words = ["replay", "op.embedding/one_row", "provider=torch", "--output-dir", str(tmp_path)]
