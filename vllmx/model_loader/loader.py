@@ -23,9 +23,16 @@ from vllmx.registry import get_model_cls
 
 
 def load_model(vllm_config: VllmConfig, ops: OpTable) -> nn.Module:
-    """The model of `vllm_config` with its weights packed; CheckpointError where they don't fit."""
+    """The model of `vllm_config` with its weights packed; CheckpointError, with the file, where
+    the config asks for what is not served or the weights don't fit."""
     load_general_plugins(vllm_config.load_config.plugins)  # in the engine's own process, too
-    model = get_model_cls(vllm_config.model_config.hf_config)(vllm_config=vllm_config, ops=ops)
+    hf_config = vllm_config.model_config.hf_config
+    try:
+        model = get_model_cls(hf_config)(vllm_config=vllm_config, ops=ops)
+    except CheckpointError as error:
+        if vllm_config.model_config.model in str(error):
+            raise
+        raise CheckpointError(f"{hf_config.origin}: {error}") from error
     if vllm_config.load_config.load_format == "dummy":
         load_dummy_weights(model, vllm_config)
     else:
