@@ -160,7 +160,8 @@ class QuantConfig:
 
     gguf_weights: str = choice("auto", "auto", "packed", "bfloat16", "float16", "float32")
     """Linear weights from GGUF. packed: blocks as stored, expanded a layer at a time; auto: what
-    the chosen linear provider takes best (fp16-packed on a CPU). `vllmx info` says which."""
+    the chosen linear provider takes best (fp16-packed on a CPU, but for floats that this would
+    round). `vllmx info` says which."""
 
 
 @dataclass

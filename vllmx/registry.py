@@ -56,9 +56,23 @@ class _ModelRegistry:
                 raise ValueError(f"model_cls {model_cls!r} is not of the form `<module>:<class>`.")
         elif not (isinstance(model_cls, type) and _is_module(model_cls)):
             raise TypeError(f"model_cls must be a torch module or a string, not {model_cls!r}.")
-        if model_arch in self.get_supported_archs():
-            logger.debug("Architecture %s is now served by %s.", model_arch, model_cls)
+        before = self._serving(model_arch)
         self.registered[model_arch] = model_cls
+        now = self._serving(model_arch)
+        if before not in (None, now):
+            logger.warning(
+                "Architecture %s, which %s served, is now served by %s, as a plugin or the program "
+                "has registered it.",
+                *(model_arch, before, now),
+            )
+
+    def _serving(self, model_arch: str) -> str | None:
+        """The class that serves `model_arch`, as `<module>:<class>`; None if none does."""
+        found = self.registered.get(model_arch)
+        if isinstance(found, type):
+            return f"{found.__module__}:{found.__qualname__}"
+        module = own_architectures().get(model_arch)
+        return found or (module and f"vllmx.models.{module}:{model_arch}")
 
     def get_supported_archs(self) -> set[str]:
         """All names that a config's `architectures` may have."""

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from vllmx.exceptions import CheckpointError, UserError
 from vllmx.model_loader.pt_file import iterate_pt, pt_file
 from vllmx.model_loader.resolve import resolve_model
+from vllmx.model_loader.safetensors_loader import iterate_safetensors
 from vllmx.model_loader.weights import iterate_weights, with_file
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
@@ -45,6 +46,21 @@ def test_tensors_come_as_they_were_saved(folder: Path, config_for, zipped: bool)
     assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
     told = str(with_file(CheckpointError("bad"), config))
     assert told == f"{folder / 'pytorch_model.bin'}: bad"
+
+
+def test_safetensors_under_its_name_are_told_from_what_is_corrupt(folder: Path) -> None:
+    file = folder / "pytorch_model.bin"
+    save_file(TENSORS, file)
+    with pytest.raises(CheckpointError, match=r"holds safetensors.*rename it to model\.safeten"):
+        list(iterate_pt(file))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_what_torch_saved_under_the_name_of_safetensors_is_told(folder: Path, zipped: bool) -> None:
+    file = folder / "model.safetensors"
+    torch.save(TENSORS, file, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=r"one of torch\.save.*rename it to pytorch_model\.b"):
+        list(iterate_safetensors(folder))
 
 
 def test_safetensors_beside_it_are_taken(folder: Path) -> None:

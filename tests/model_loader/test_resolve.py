@@ -11,6 +11,7 @@ import pytest
 from vllmx.compose import compose_run
 from vllmx.exceptions import CheckpointError, ModelNotFoundError, UserError
 from vllmx.model_loader.resolve import resolve_model
+from vllmx.registry import architectures
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -195,7 +196,10 @@ def test_generation_config_sources(config_for, folder, tmp_path) -> None:
 def test_unknown_architecture_is_named_with_the_nearest(config_for, folder) -> None:
     with pytest.raises(UserError, match=r"'LlammaForCausalLM' is not supported.*Llama") as caught:
         resolve_model(config_for(folder(architectures=["LlammaForCausalLM"])))
-    assert "Gemma3ForCausalLM" in str(caught.value)
+    told = str(caught.value)
+    assert "Nearest by name: LlamaForCausalLM, " in told
+    assert told.count("ForCausalLM") < 8
+    assert f"{len(architectures())} are: vllmx.ModelRegistry.get_supported_archs()" in told
 
 
 @pytest.mark.parametrize("outer", ["qwen3_6", None])

@@ -81,8 +81,9 @@ def test_a_key_that_asks_for_other_maths_stops_the_load(tmp_path, name) -> None:
         ]
     for number, (key, value, words) in enumerate(asked):
         folder = saying(name, tmp_path / str(number), key, value)
-        with pytest.raises(CheckpointError, match=re.escape(words)):
+        with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
             load(folder)
+        assert str(caught.value).startswith(str(folder / "config.json"))
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {*WITHOUT_ROTATION, "tiny-chatglm"}))
@@ -105,7 +106,8 @@ def test_quantisation_is_refused_wherever_it_is_told(tmp_path) -> None:
     told = {"quantization": {"quant_algo": "FP8"}}
     folder = saying("tiny-llama", tmp_path / "modelopt", "hidden_act", "silu")
     (folder / "hf_quant_config.json").write_text(json.dumps(told))
-    with pytest.raises(CheckpointError, match="quantization method 'modelopt' is not supported"):
+    words = r"modelopt/hf_quant_config\.json: quantization method 'modelopt' is not supported"
+    with pytest.raises(CheckpointError, match=words):
         load(folder)
     folder = saying(
         "tiny-qwen3_5", tmp_path / "outer", "quantization_config", {"quant_method": "fp8"}, True

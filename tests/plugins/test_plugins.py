@@ -164,6 +164,23 @@ def test_a_registered_class_stands_in_for_vllmxs_own(llama) -> None:
     assert type(core.model_executor.driver_worker.model_runner.model) is Mine
 
 
+def test_who_takes_a_models_place_is_told_with_both_classes(caplog) -> None:
+    class Mine(LlamaForCausalLM):
+        pass
+
+    with caplog.at_level(logging.WARNING, logger="vllmx.registry"):
+        ModelRegistry.register_model("NewForCausalLM", "mine:New")
+        ModelRegistry.register_model("NewForCausalLM", "mine:New")
+        ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
+        assert not caplog.records
+        ModelRegistry.register_model("LlamaForCausalLM", Mine)
+        ModelRegistry.register_model("NewForCausalLM", "mine:Newer")
+    first, second = (record.getMessage() for record in caplog.records)
+    own = "LlamaForCausalLM, which vllmx.models.llama:LlamaForCausalLM served, is now served by "
+    assert own + f"{__name__}:" in first and "<locals>.Mine" in first
+    assert "which mine:New served, is now served by mine:Newer" in second
+
+
 def test_the_first_known_architecture_counts() -> None:
     from vllmx.models.hf_config import HFConfig
 

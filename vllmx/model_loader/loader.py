@@ -17,14 +17,22 @@ from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
 from vllmx.layers.parameter import WeightHolder
 from vllmx.model_loader.weights import GGUFTensor, iterate_weights, with_file
+from vllmx.platform import torch_dtype
 from vllmx.plugins import load_general_plugins
 from vllmx.registry import get_model_cls
 
 
 def load_model(vllm_config: VllmConfig, ops: OpTable) -> nn.Module:
-    """The model of `vllm_config` with its weights packed; CheckpointError where they don't fit."""
+    """The model of `vllm_config` with its weights packed; CheckpointError, with the file, where
+    the config asks for what is not served or the weights don't fit."""
     load_general_plugins(vllm_config.load_config.plugins)  # in the engine's own process, too
-    model = get_model_cls(vllm_config.model_config.hf_config)(vllm_config=vllm_config, ops=ops)
+    hf_config = vllm_config.model_config.hf_config
+    try:
+        model = get_model_cls(hf_config)(vllm_config=vllm_config, ops=ops)
+    except CheckpointError as error:
+        if vllm_config.model_config.model in str(error):
+            raise
+        raise CheckpointError(f"{hf_config.origin}: {error}") from error
     if vllm_config.load_config.load_format == "dummy":
         load_dummy_weights(model, vllm_config)
     else:
@@ -47,8 +55,10 @@ def _with_chosen_expansion(
 def load_dummy_weights(model: Any, vllm_config: VllmConfig) -> None:
     """Fill `model` with random weights that depend on model.seed and each weight's name only.
 
-    Matrices are scaled by 1 / sqrt(fan in), norms are near one, so logits are not degenerate.
+    Matrices are scaled by 1 / sqrt(fan in), norms are near one, so logits are not degenerate. They
+    have the values of the config's dtype, as a checkpoint's have: providers may go by that.
     """
+    stored = torch_dtype(vllm_config.model_config.hf_text_config.dtype or "bfloat16")
     mapper = model.hf_to_vllm_mapper
     sources = {(ours, shard): part for part, (ours, shard) in mapper.stacked.items()}
 
@@ -61,7 +71,8 @@ def load_dummy_weights(model: Any, vllm_config: VllmConfig) -> None:
                 if shard is not None:
                     ours = f".{name.rpartition('.')[2]}."
                     source = source.replace(ours, sources[(ours, shard)])
-                yield source, dummy_weight(source, shape, vllm_config.model_config.seed)
+                weight = dummy_weight(source, shape, vllm_config.model_config.seed)
+                yield source, weight.to(stored).to(torch.float32)
 
     # These are called as our layers are: a name of ours may be another layer's in a checkpoint.
     model.hf_to_vllm_mapper = replace(mapper, renamed={})

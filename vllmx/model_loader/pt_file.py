@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllmx.exceptions import CheckpointError
+from vllmx.model_loader.file_form import is_safetensors, is_zip
 
 if TYPE_CHECKING:
     import torch
@@ -30,16 +31,20 @@ def pt_file(folder: Path) -> Path | None:
 def iterate_pt(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) for every weight of `file`, mapped.
 
-    Raises CheckpointError for a file that is no mapping of names to tensors, is corrupt, or holds
-    objects that are no tensors.
+    Raises CheckpointError for a file that is no mapping of names to tensors, is corrupt, holds
+    objects that are no tensors, or is of safetensors under this name.
     """
     import pickle
 
     import torch
 
+    if is_safetensors(file):
+        raise CheckpointError(
+            f"{file} holds safetensors, whatever it is called: rename it to model.safetensors."
+        )
     try:
         # Files of before torch 1.6 can't be mapped.
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_zip(file))
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip(file))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{file} is corrupt, or holds objects other than tensors, which vllmx never loads: get "
@@ -50,8 +55,3 @@ def iterate_pt(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
     if not isinstance(found, dict) or not all(isinstance(t, torch.Tensor) for t in found.values()):
         raise CheckpointError(f"{file} is no mapping of names to tensors.")
     yield from found.items()
-
-
-def _is_zip(file: Path) -> bool:
-    with open(file, "rb") as handle:
-        return handle.read(4) == b"PK\x03\x04"

@@ -20,6 +20,8 @@ from vllmx.plugins import load_general_plugins
 
 logger = logging.getLogger(__name__)
 
+MOST_NAMED = 5
+"""Architectures that the refusal of another names."""
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -137,7 +139,7 @@ def _check_architecture(config: HFConfig) -> None:
         return
     if not names:
         raise CheckpointError(f"{config.origin}: 'architectures' is missing or empty.")
-    near = get_close_matches(str(names[0]), known, n=3, cutoff=0.5)
+    near = _nearest(str(names[0]), known)
     nearest = f" Nearest by name: {', '.join(near)}." if near else ""
     code = (
         " It brings its own code (auto_map), which vllmx never runs."
@@ -145,9 +147,19 @@ def _check_architecture(config: HFConfig) -> None:
         else ""
     )
     raise UserError(
-        f"{config.origin}: architecture {names[0]!r} is not supported.{code}{nearest} "
-        f"Supported: {', '.join(sorted(known))}."
+        f"{config.origin}: architecture {names[0]!r} is not supported.{code}{nearest} {len(known)} "
+        "are: vllmx.ModelRegistry.get_supported_archs() and reports/architectures.md list them."
     )
+
+
+def _nearest(name: str, known: set[str]) -> list[str]:
+    """A few of the names that are most like `name`, by what stands before the `For...` that most
+    have."""
+    families: dict[str, list[str]] = {}
+    for other in sorted(known):
+        families.setdefault(other.split("For")[0], []).append(other)
+    near = get_close_matches(name.split("For")[0], families, n=MOST_NAMED, cutoff=0.5)
+    return [other for family in near for other in families[family]][:MOST_NAMED]
 
 
 def _check_family(config: HFConfig) -> None:

@@ -11,6 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vllmx.exceptions import CheckpointError, ModelNotFoundError
+from vllmx.model_loader.file_form import is_pt
+from vllmx.model_loader.pt_file import FILE
 from vllmx.models.hf_config import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -75,6 +77,11 @@ def iterate_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     seen[name] = path
                     yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
+            if is_pt(path):
+                raise CheckpointError(
+                    f"{path} is no safetensors file, whatever it is called, but one of torch.save: "
+                    f"get it as safetensors, or rename it to {FILE} if the folder has no other."
+                ) from error
             raise CheckpointError(
                 f"{path} is truncated or corrupt ({error}): get it again."
             ) from error

@@ -14,9 +14,7 @@ from typing import Any
 from torch import nn
 
 from vllmx.exceptions import CheckpointError
-from vllmx.ir.select import OpTable
 from vllmx.layers.fused_moe import check_groups
-from vllmx.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllmx.models.glm4_moe import Glm4MoeForCausalLM
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
@@ -36,28 +34,20 @@ class BailingAttention(LlamaAttention):
         every = config.read("use_bias", bool, False)
         return every or config.read("use_qkv_bias", bool, False), every
 
-    def rope_of(
-        self, config: HFConfig, layer: int, max_model_len: int | None, ops: OpTable
-    ) -> RotaryEmbedding | None:
+    def rope_parameters_of(self, config: HFConfig, layer: int) -> dict[str, Any]:
         """Over the first rotary_dim elements of a head, or the part that partial_rotary_factor
         names."""
         rope = dict(config.rope_parameters)
         if dim := config.read("rotary_dim", (int, type(None)), None):
             rope["rope_dim"] = dim
-        return get_rope(
-            config.head_dim,
-            config.max_position_embeddings,
-            rope,
-            ops,
-            max_model_len=max_model_len,
-        )
+        return rope
 
 
 class BailingNormedAttention(Qwen3Attention):
     """The same with normed queries and keys."""
 
     biases = BailingAttention.biases
-    rope_of = BailingAttention.rope_of
+    rope_parameters_of = BailingAttention.rope_parameters_of
 
 
 def bailing_attention(config: HFConfig, **shared: Any) -> nn.Module:

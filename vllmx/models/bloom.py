@@ -19,7 +19,7 @@ from vllmx.models.dense import LayerNormDecoderLayer
 from vllmx.models.gpt2 import GPT2Attention
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaForCausalLM, LlamaModel
-from vllmx.models.utils import PLAIN_STACKED, WeightsMapper, by_head, headless
+from vllmx.models.utils import PLAIN_STACKED, WeightsMapper, by_head, headless_starts
 
 
 class BloomAttention(GPT2Attention):
@@ -62,7 +62,7 @@ class BloomForCausalLM(LlamaForCausalLM):
 
     hf_to_vllm_mapper = WeightsMapper(
         stacked=PLAIN_STACKED,
-        starts=headless(
+        starts=headless_starts(
             "transformer.", "word_embeddings.", "word_embeddings_layernorm.", "ln_f.", "h."
         ),
         renamed={

@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
-from vllmx.layers.rotary_embedding import RotaryEmbedding, get_rope
+from vllmx.layers.rotary_embedding import RotaryEmbedding
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 from vllmx.models.utils import WeightsMapper
@@ -31,20 +33,22 @@ class ChatGLMAttention(LlamaAttention):
     def rope_of(
         self, config: HFConfig, layer: int, max_model_len: int | None, ops: OpTable
     ) -> RotaryEmbedding | None:
-        """In pairs unless original_rope is false; the base is a multiple of 10000."""
+        """In pairs unless original_rope is false."""
+        self.is_neox_style = not config.read("original_rope", bool, True)
+        return super().rope_of(config, layer, max_model_len, ops)
+
+    def rope_parameters_of(self, config: HFConfig, layer: int) -> dict[str, Any]:
+        """Half of each head; the base is a multiple of 10000."""
         if (told := config.rope_parameters["rope_type"]) != "default":
             raise CheckpointError(
                 f"{config.origin}: rope_type {told!r} is not supported in ChatGLM, which scales by "
                 "rope_ratio."
             )
-        rope = {
+        return {
             "rope_type": "default",
             "rope_theta": 10000.0 * config.read("rope_ratio", float, 1.0),
             "partial_rotary_factor": 0.5,
         }
-        halves = not config.read("original_rope", bool, True)
-        length = config.max_position_embeddings
-        return get_rope(config.head_dim, length, rope, ops, halves, max_model_len=max_model_len)
 
 
 class ChatGLMDecoderLayer(LlamaDecoderLayer):

@@ -56,7 +56,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
 
     hf_to_vllm_mapper = WeightsMapper(
         LLAMA_MAPPER.stacked,
-        skip=("model.mtp_",),
+        skip_starts=("model.mtp_",),
         renamed={
             ".mlp.moe_statics.e_score_correction_bias": ".mlp.gate.e_score_correction_bias",
         },

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -63,10 +62,7 @@ class ExaoneMoEForCausalLM(LlamaForCausalLM):
 
     hf_to_vllm_mapper = WeightsMapper(
         LLAMA_MAPPER.stacked,
+        skip_starts=("mtp.",),
         renamed={".mlp.e_score_correction_bias": ".mlp.gate.e_score_correction_bias"},
     )
     model_cls = ExaoneMoeModel
-
-    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Load a checkpoint's (name, tensor) pairs; CheckpointError where they don't fit."""
-        super().load_weights((name, w) for name, w in weights if not name.startswith("mtp."))

@@ -15,7 +15,7 @@ from vllmx.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllmx.models.dense import LayerNormDecoderLayer
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
-from vllmx.models.utils import PLAIN_STACKED, WeightsMapper, headless
+from vllmx.models.utils import PLAIN_STACKED, WeightsMapper, headless_starts
 
 
 class GPT2Attention(LlamaAttention):
@@ -60,7 +60,7 @@ class GPT2LMHeadModel(LlamaForCausalLM):
     hf_to_vllm_mapper = WeightsMapper(
         stacked=PLAIN_STACKED,
         skip=(".attn.bias", ".attn.masked_bias"),
-        starts=headless("transformer.", "wte.", "wpe.", "ln_f.", "h."),
+        starts=headless_starts("transformer.", "wte.", "wpe.", "ln_f.", "h."),
         renamed={
             "transformer.wte.": "model.embed_tokens.",
             "transformer.wpe.": "model.embed_positions.",

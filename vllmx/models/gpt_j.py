@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from vllmx.ir.select import OpTable
-from vllmx.layers.rotary_embedding import RotaryEmbedding, get_rope
+from typing import Any
+
 from vllmx.models.dense import ParallelDecoderLayer
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
@@ -17,13 +17,9 @@ class GPTJAttention(LlamaAttention):
 
     is_neox_style = False
 
-    def rope_of(
-        self, config: HFConfig, layer: int, max_model_len: int | None, ops: OpTable
-    ) -> RotaryEmbedding | None:
+    def rope_parameters_of(self, config: HFConfig, layer: int) -> dict[str, Any]:
         """Over the first rotary_dim elements of a head."""
-        rope = {**config.rope_parameters, "rope_dim": config.rotary_dim}
-        length = config.max_position_embeddings
-        return get_rope(config.head_dim, length, rope, ops, False, max_model_len=max_model_len)
+        return {**config.rope_parameters, "rope_dim": config.rotary_dim}
 
 
 class GPTJBlock(ParallelDecoderLayer):

@@ -134,15 +134,19 @@ class LlamaAttention(nn.Module):
         self, config: HFConfig, layer: int, max_model_len: int | None, ops: OpTable
     ) -> RotaryEmbedding | None:
         """The rotation of this layer; None where it has no positions."""
-        rope = config.rope_parameters
         return get_rope(
             config.head_dim,
             config.max_position_embeddings,
-            rope.get(config.layer_types[layer], rope),  # some have one for each kind of layer
+            self.rope_parameters_of(config, layer),
             ops,
             self.is_neox_style,
             max_model_len=max_model_len,
         )
+
+    def rope_parameters_of(self, config: HFConfig, layer: int) -> dict[str, Any]:
+        """What get_rope makes this layer's rotation of: rope_type, rope_theta and the rest."""
+        rope = config.rope_parameters
+        return rope.get(config.layer_types[layer], rope)  # some have one for each kind of layer
 
     def fused(self, ops: OpTable) -> FusedQKV | None:
         """What stands in for `prepare` and the cache write; None where nothing does."""

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaForCausalLM, LlamaMLP, LlamaModel
 from vllmx.models.qwen3 import Qwen3DecoderLayer
 from vllmx.models.sparse import SharedExpertsMoE
-from vllmx.models.utils import layer_index
+from vllmx.models.utils import LLAMA_MAPPER, layer_index
 
 
 def mellum_mlp(config: HFConfig, *, prefix: str, **shared: Any) -> nn.Module:
@@ -47,8 +47,5 @@ class MellumModel(LlamaModel):
 class MellumForCausalLM(LlamaForCausalLM):
     """Mellum with its output head; a head for drafting is left out, as in transformers."""
 
+    hf_to_vllm_mapper = replace(LLAMA_MAPPER, skip_starts=("mtp.",))
     model_cls = MellumModel
-
-    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Load a checkpoint's (name, tensor) pairs; CheckpointError where they don't fit."""
-        super().load_weights((name, w) for name, w in weights if not name.startswith("mtp."))

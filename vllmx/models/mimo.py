@@ -4,16 +4,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
 
 from vllmx.models.qwen2 import Qwen2ForCausalLM
+from vllmx.models.utils import LLAMA_MAPPER
 
 
 class MiMoForCausalLM(Qwen2ForCausalLM):
     """MiMo with its output head."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Load a checkpoint's (name, tensor) pairs; CheckpointError where they don't fit."""
-        drafting = "model.mtp_layers."
-        super().load_weights((name, w) for name, w in weights if not name.startswith(drafting))
+    hf_to_vllm_mapper = replace(LLAMA_MAPPER, skip_starts=("model.mtp_layers.",))

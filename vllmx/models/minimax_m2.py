@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from vllmx.ir.select import OpTable
-from vllmx.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllmx.models.glm4_moe import Glm4MoeForCausalLM
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaDecoderLayer, LlamaModel
@@ -24,15 +22,12 @@ from vllmx.models.utils import LLAMA_MAPPER, WeightsMapper
 class MiniMaxM2Attention(OlmoeAttention):
     """Queries are normed over all heads at once, and so are keys."""
 
-    def rope_of(
-        self, config: HFConfig, layer: int, max_model_len: int | None, ops: OpTable
-    ) -> RotaryEmbedding | None:
+    def rope_parameters_of(self, config: HFConfig, layer: int) -> dict[str, Any]:
         """Over the first rotary_dim elements of a head, where the rope parameters don't say."""
         rope = dict(config.rope_parameters)
         if "partial_rotary_factor" not in rope and "rotary_dim" in config:
             rope["rope_dim"] = config.read("rotary_dim", int)
-        length = config.max_position_embeddings
-        return get_rope(config.head_dim, length, rope, ops, max_model_len=max_model_len)
+        return rope
 
 
 def minimax_m2_moe(config: HFConfig, **shared: Any) -> nn.Module:

@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vllmx.ir.select import OpTable
 from vllmx.layers.layernorm import RMSNorm
-from vllmx.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllmx.models.dense import PostNormDecoderLayer
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaAttention, LlamaForCausalLM, LlamaModel
@@ -24,17 +22,14 @@ class Olmo2Attention(LlamaAttention):
         self.q_norm = RMSNorm(self.q_size, config.rms_norm_eps, shared["ops"])
         self.k_norm = RMSNorm(self.kv_size, config.rms_norm_eps, shared["ops"])
 
-    def rope_of(
-        self, config: HFConfig, layer: int, max_model_len: int | None, ops: OpTable
-    ) -> RotaryEmbedding | None:
+    def rope_parameters_of(self, config: HFConfig, layer: int) -> dict[str, Any]:
         """Scaled in full layers only (OLMo 3)."""
         rope, kind = config.rope_parameters, config.layer_types[layer]
         if kind in rope:
-            return super().rope_of(config, layer, max_model_len, ops)
+            return super().rope_parameters_of(config, layer)
         if kind == "sliding_attention":
-            rope = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-        length = config.max_position_embeddings
-        return get_rope(config.head_dim, length, rope, ops, max_model_len=max_model_len)
+            return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        return rope
 
     def prepare(self, positions: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:
         """Norm, then rotate."""

@@ -17,7 +17,7 @@ from vllmx.models.dense import LayerNormDecoderLayer
 from vllmx.models.gpt2 import GPT2Attention
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaForCausalLM, LlamaModel
-from vllmx.models.utils import PLAIN_STACKED, WeightsMapper, headless
+from vllmx.models.utils import PLAIN_STACKED, WeightsMapper, headless_starts
 
 FIRST_POSITION = 2
 """Rows of the table of positions that are nobody's."""
@@ -70,7 +70,7 @@ class OPTForCausalLM(LlamaForCausalLM):
 
     hf_to_vllm_mapper = WeightsMapper(
         stacked=PLAIN_STACKED,
-        starts=headless("model.", "decoder."),
+        starts=headless_starts("model.", "decoder."),
         renamed={
             "model.decoder.final_layer_norm.": "model.norm.",
             "model.decoder.": "model.",

@@ -7,7 +7,7 @@ Shapes: T tokens of the whole batch, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from vllmx.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaForCausalLM
 from vllmx.models.qwen2_moe import qwen_moe_mlp
-from vllmx.models.utils import make_layers
+from vllmx.models.utils import LLAMA_MAPPER, make_layers
 
 
 class Qwen3NextAttention(nn.Module):
@@ -174,12 +174,8 @@ class Qwen3NextModel(nn.Module):
 
 
 class Qwen3NextForCausalLM(LlamaForCausalLM):
-    """Qwen3-Next with its output head."""
+    """Qwen3-Next with its output head; a head for drafting is left out."""
 
+    hf_to_vllm_mapper = replace(LLAMA_MAPPER, skip_starts=("mtp.",))
     model_cls = Qwen3NextModel
     layer_kinds = ("linear_attention", "full_attention")
-
-    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Load a checkpoint's (name, tensor) pairs but those of a head for drafting;
-        CheckpointError where they don't fit."""
-        super().load_weights((name, w) for name, w in weights if not name.startswith("mtp."))

@@ -51,6 +51,7 @@ class WeightsMapper:
 
     stacked: part of a checkpoint name -> (part of ours, shard id);
     skip: parts of names that carry nothing we need, beside ROTARY_BUFFERS;
+    skip_starts: how such names begin, where a part alone would take others too;
     starts: how names begin in checkpoints of the model without its head -> how they begin in those
     of the whole, before all else;
     renamed: part of a checkpoint name -> ours, one after the other, before the rest;
@@ -61,13 +62,17 @@ class WeightsMapper:
 
     stacked: dict[str, tuple[str, str]] = field(default_factory=dict)
     skip: tuple[str, ...] = ()
+    skip_starts: tuple[str, ...] = ()
     starts: dict[str, str] = field(default_factory=dict)
     renamed: dict[str, str] = field(default_factory=dict)
     apart: dict[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._skipped_parts = (*self.skip, *ROTARY_BUFFERS)
+
     def map_name(self, name: str) -> tuple[str, str | None] | None:
         """(our name, shard id), or None for a weight that is left out."""
-        if any(part in name for part in (*self.skip, *ROTARY_BUFFERS)):
+        if name.startswith(self.skip_starts) or any(part in name for part in self._skipped_parts):
             return None
         name = self.rename(name)
         if expert := _EXPERT.fullmatch(name):
@@ -120,7 +125,7 @@ class WeightsMapper:
         return name
 
 
-def headless(prefix: str, *parts: str) -> dict[str, str]:
+def headless_starts(prefix: str, *parts: str) -> dict[str, str]:
     """WeightsMapper.starts of a model whose `parts` lie under `prefix` if it has its head."""
     return {part: prefix + part for part in parts}
 
@@ -229,10 +234,8 @@ class AutoWeightsLoader:
         """Hand out the weights and yield each layer when it has got its last one; none any more
         once a weight did not fit, as all that is left then is to find the others."""
         for source_name, tensor in weights:
-            if self.kv_scales.take(mapper.rename(source_name), tensor):
-                continue
             mapped = mapper.map_name(source_name)
-            if mapped is None:
+            if mapped is None or self.kv_scales.take(mapper.rename(source_name), tensor):
                 continue
             self.is_headless |= source_name.startswith(tuple(mapper.starts))
             name, shard_id = mapped

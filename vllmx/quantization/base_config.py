@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from vllmx.config import VllmConfig
-from vllmx.exceptions import CheckpointError
+from vllmx.exceptions import CheckpointError, UserError
 from vllmx.ir.select import OpTable
 from vllmx.models.hf_config import HFConfig, read_json
 
@@ -60,31 +60,36 @@ def quantization_methods() -> list[str]:
 
 
 def quant_method_of(vllm_config: VllmConfig) -> str:
-    """The method of this checkpoint by name; CheckpointError for one that is not built."""
+    """The method of this checkpoint by name. For one that is not built CheckpointError with the
+    file that names it, UserError where model.quantization does."""
     model_config = vllm_config.model_config
     hf_config = model_config.hf_config
-    stored = "gguf" if hf_config.gguf is not None else "unquantized"
-    for key, told in _told(hf_config, Path(model_config.model)):
+    name, where = "gguf" if hf_config.gguf is not None else "unquantized", hf_config.origin
+    for origin, key, told in _told(hf_config, Path(model_config.model)):
         if not isinstance(told, dict):
-            raise CheckpointError(f"{hf_config.origin}: {key} is {told!r}, not a JSON object.")
-        stored = str(told.get("quant_method", "unnamed"))
-    name = model_config.quantization or stored
+            raise CheckpointError(f"{origin}: {key} is {told!r}, not a JSON object.")
+        name, where = str(told.get("quant_method", "unnamed")), origin
+    error: type[UserError] = CheckpointError
+    if model_config.quantization:
+        name, where, error = model_config.quantization, "model.quantization", UserError
     if name.replace("-", "_") not in quantization_methods():
-        raise CheckpointError(
-            f"{model_config.model}: quantization method {name!r} is not supported; "
+        raise error(
+            f"{where}: quantization method {name!r} is not supported; "
             f"supported are {', '.join(quantization_methods())}."
         )
     return name
 
 
-def _told(hf_config: HFConfig, folder: Path) -> Iterator[tuple[str, Any]]:
-    """What a checkpoint says of its quantisation, wherever a tool may have written it."""
+def _told(hf_config: HFConfig, folder: Path) -> Iterator[tuple[str, str, Any]]:
+    """What a checkpoint says of its quantisation, wherever a tool may have written it: file, key
+    and value."""
     for config in (hf_config, hf_config.text_config):
         for key in ("quantization_config", "compression_config"):
             if config.raw.get(key):
-                yield key, config.raw[key]
-    if (folder / MODELOPT).is_file():
-        yield MODELOPT, {"quant_method": "modelopt", **read_json(folder / MODELOPT)}
+                yield config.origin, key, config.raw[key]
+    file = folder / MODELOPT
+    if file.is_file():
+        yield str(file), "quantization", {"quant_method": "modelopt", **read_json(file)}
 
 
 def get_linear_method(vllm_config: VllmConfig, prefix: str) -> LinearMethodBase:

@@ -17,7 +17,12 @@ from vllmx.ir.op import IrOpImpl
 from vllmx.ir.select import OpTable
 from vllmx.layers.parameter import to_float
 from vllmx.quantization.base_config import LinearMethodBase, PackedLinear
-from vllmx.quantization.unquantized import dense_linear, dtype_names, prepared_linear
+from vllmx.quantization.unquantized import (
+    dense_linear,
+    dtype_names,
+    exact_provider,
+    prepared_linear,
+)
 
 DENSE_DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -35,9 +40,10 @@ class LinearMethod(LinearMethodBase):
         if form in DENSE_DTYPES:
             impl = _unprepared_linear(ops)
             return dense_linear(weights, biases, ops, impl, DENSE_DTYPES[form])
-        impl = ops.choose("linear", weight="dense")
-        if form == "auto" and impl.prepare is not None:
-            return prepared_linear(weights, biases, impl, " and ".join(dtype_names(weights)))
+        if form == "auto":
+            impl = exact_provider(weights, ops)
+            if impl.prepare is not None:
+                return prepared_linear(weights, biases, impl, " and ".join(dtype_names(weights)))
         return _block_linear(weights, biases, ops)
 
 
@@ -46,6 +52,8 @@ def _block_linear(weights: list[Any], biases: list[Any] | None, ops: OpTable) ->
     if biases is not None:
         bias = torch.cat([to_float(b) for b in biases]).to(ops.device, ops.dtype)
     held = [w.to(ops.device) for w in weights]
+    if len(held) > 1 and all(isinstance(w, Tensor) and w.dtype == ops.dtype for w in held):
+        held = [torch.cat(held)]  # nothing is expanded: stacked once and not on each call
     nbytes = sum(w.nbytes for w in held) + (0 if bias is None else bias.nbytes)
     run = _unprepared_linear(ops).fn
     apply = partial(_expand_and_apply, weights=held, bias=bias, run=run)
@@ -65,4 +73,5 @@ def _unprepared_linear(ops: OpTable) -> IrOpImpl:
 def _expand_and_apply(
     x: Tensor, weights: list[Any], bias: Tensor | None, run: Callable[..., Tensor]
 ) -> Tensor:
-    return run(x, torch.cat([to_float(w, x.dtype) for w in weights]), bias)
+    dense = [to_float(w, x.dtype) for w in weights]
+    return run(x, dense[0] if len(dense) == 1 else torch.cat(dense), bias)

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 # upstream: vllm/model_executor/layers/linear.py (UnquantizedLinearMethod) @ v0.25.0
-"""Float weights, handed to the chosen linear provider."""
+"""Float weights, handed to the chosen linear provider; by default to none that rounds them."""
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllmx.ir.op import IrOpImpl
+from vllmx.ir.op import IrOpImpl, OpContext
 from vllmx.ir.select import OpTable
 from vllmx.layers.parameter import to_float
 from vllmx.quantization.base_config import LinearMethodBase, PackedLinear
+
+logger = logging.getLogger(__name__)
 
 MAX_PREPARED_BYTES = 128 << 20
 """Float32 bytes expanded at once while packing; larger matrices (heads) are packed in pieces."""
@@ -24,10 +27,35 @@ class LinearMethod(LinearMethodBase):
 
     def pack(self, weights: list[Any], biases: list[Any] | None, ops: OpTable) -> PackedLinear:
         """See LinearMethodBase.pack."""
-        impl = ops.choose("linear", weight="dense")
+        impl = exact_provider(weights, ops)
         if impl.prepare is None:
             return dense_linear(weights, biases, ops, impl, ops.dtype)
         return prepared_linear(weights, biases, impl, " and ".join(dtype_names(weights)))
+
+
+def exact_provider(weights: list[Any], ops: OpTable) -> IrOpImpl:
+    """The linear provider of a layer with these weights; one that would round those of them that
+    are stored as floats only where kernel.ir_op_priority names it."""
+    if "linear" in ops.explicit:
+        return ops.choose("linear", weight="dense")
+    floats = [weight for weight in weights if isinstance(weight, Tensor)]
+    impl = ops.choose("linear", weight="dense", weights=floats)
+    usual = ops.choose("linear", weight="dense")
+    if impl.provider != usual.provider:
+        _tell_once(impl, usual, OpContext(ops.device, ops.dtype, {"weights": floats}), ops)
+    return impl
+
+
+def _tell_once(impl: IrOpImpl, usual: IrOpImpl, context: OpContext, ops: OpTable) -> None:
+    """Log for the first layer of an engine that `impl` stands in for `usual`, and why."""
+    mine = object()
+    if ops.shared.setdefault(("linear", impl.provider, usual.provider), mine) is mine:
+        logger.info(
+            "Linear layers whose weights %s would round run in %s: %s.",
+            usual.provider,
+            impl.provider,
+            usual.refusal(context),
+        )
 
 
 def dtype_names(weights: list[Any]) -> list[str]:

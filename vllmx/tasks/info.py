@@ -26,6 +26,7 @@ def run(config: RunConfig, started: float) -> int:
     else:
         choices = {}
         _show_device(vllm_config)
+        print("ops of a dense layer whose weights each provider holds; a model's: vllmx info MODEL")
     invariant = vllm_config.kernel_config.batch_invariant
     print(f"batch_invariant: {'on' if invariant else 'off'} (kernel.batch_invariant)")
     for choice in _all_choices(vllm_config, choices):
