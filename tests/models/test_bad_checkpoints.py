@@ -102,6 +102,57 @@ def test_every_position_of_a_scaled_model_has_its_angles(tmp_path, name) -> None
     assert ropes and {len(rope.cos_sin_cache) for rope in ropes} == {times * length}
 
 
+@pytest.mark.parametrize(
+    ("name", "key", "value", "words"),
+    [
+        ("tiny-llama", "rope_parameters", {"factor": 4.0}, "have factor and no rope_type"),
+        ("tiny-llama", "rope_scaling", {"rope_typ": "linear"}, "have rope_typ and no rope_type"),
+        ("tiny-gemma3", "rope_scaling", {"factor": 8.0}, "have factor and no rope_type"),
+        ("tiny-llama", "hidden_size", 0, "'hidden_size' is 0, it must be positive"),
+        ("tiny-deepseek_v3", "moe_layer_freq", 0, "moe_layer_freq is 0, it must be positive"),
+        ("tiny-deepseek_v3", "topk_group", 0, "topk_group is 0, of"),
+        ("tiny-deepseek_v3", "n_group", 0, "n_group is 0"),
+        (
+            "tiny-llama",
+            "quantization_config",
+            {"quant_method": "gguf"},
+            "quantization_config says gguf, and the weights are not in a GGUF file",
+        ),
+    ],
+)
+def test_a_value_that_says_nothing_stops_the_load(tmp_path, name, key, value, words) -> None:
+    with pytest.raises(CheckpointError, match=rf"config\.json.*: .*{words}"):
+        load(saying(name, tmp_path, key, value))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("tiny-llama", "num_attention_heads"),
+        ("tiny-deepseek_v3", "num_attention_heads"),
+        ("tiny-gpt2", "n_head"),
+    ],
+)
+def test_a_key_that_others_come_of_is_the_one_that_is_missed(tmp_path, name, key) -> None:
+    said = config_of(name)
+    del said[key]
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match=rf"config\.json has no '{key}'"):
+        load(tmp_path)
+
+
+def test_fewer_experts_than_are_stored_are_told_by_their_number(folders, tmp_path) -> None:
+    source = folders("tiny-mixtral")
+    said = config_of("tiny-mixtral")
+    kept = said["num_local_experts"] - 1
+    said["num_local_experts"] = kept
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    (tmp_path / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes())
+    words = rf"is of expert {kept}, counted from 0; the config tells of {kept} experts"
+    with pytest.raises(CheckpointError, match=words):
+        load(tmp_path)
+
+
 def test_quantisation_is_refused_wherever_it_is_told(tmp_path) -> None:
     told = {"quantization": {"quant_algo": "FP8"}}
     folder = saying("tiny-llama", tmp_path / "modelopt", "hidden_act", "silu")

@@ -224,6 +224,36 @@ def test_a_registered_class_that_cannot_be_had_is_named(llama, target, reason) -
         build_engine(llama)
 
 
+class OfUpstream(torch.nn.Module):
+    """Built as upstream's models are."""
+
+    def __init__(self, *, vllm_config, prefix=""):
+        super().__init__()
+
+    def load_weights(self, weights):
+        return set()
+
+
+class Lazy(LlamaForCausalLM):
+    """Takes no weight."""
+
+    def load_weights(self, weights):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (OfUpstream, "OfUpstream has no compute_logits, no constructor argument ops. As those of"),
+        (Lazy, "Lazy.load_weights left model.embed_tokens, .* and [0-9]+ more without weights"),
+    ],
+)
+def test_a_class_that_cannot_serve_is_told_what_it_lacks(llama, cls, words) -> None:
+    ModelRegistry.register_model("LlamaForCausalLM", cls)
+    with pytest.raises(UserError, match=words):
+        build_engine(llama)
+
+
 # ------------------------------------------------------------------------------- what is refused
 
 

@@ -131,6 +131,13 @@ class FusedMoE(WeightHolder, nn.Module):
                 f"weight {source_name}: the experts of its layer come both stacked and one by one.",
                 source_name,
             )
+        number = shard_id.partition(".")[0] if shard_id is not None else ""
+        if number.isdecimal() and int(number) >= self.num_experts:
+            raise WeightError(
+                f"weight {source_name} is of expert {number}, counted from 0; the config tells of "
+                f"{self.num_experts} experts.",
+                source_name,
+            )
         if not isinstance(tensor, Tensor):
             raise WeightError(
                 f"weight {source_name} is quantised; experts are served in float only.", source_name

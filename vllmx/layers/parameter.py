@@ -50,8 +50,8 @@ class WeightHolder:
         key = (param, shard_id)
         if key not in expected:
             raise WeightError(
-                f"weight {source_name}: {type(self).__name__} has no parameter "
-                f"{param}{'' if shard_id is None else f' with part {shard_id}'}.",
+                f"weight {source_name}: by the config its layer, of class {type(self).__name__}, "
+                f"has no parameter {param}{'' if shard_id is None else f' with part {shard_id}'}.",
                 source_name,
             )
         if tuple(tensor.shape) != expected[key]:

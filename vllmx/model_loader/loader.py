@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vllmx.config import VllmConfig
-from vllmx.exceptions import CheckpointError
+from vllmx.exceptions import CheckpointError, UserError
 from vllmx.ir.select import OpTable
 from vllmx.layers.parameter import WeightHolder
 from vllmx.model_loader.weights import GGUFTensor, iterate_weights, with_file
@@ -27,8 +28,10 @@ def load_model(vllm_config: VllmConfig, ops: OpTable) -> nn.Module:
     the config asks for what is not served or the weights don't fit."""
     load_general_plugins(vllm_config.load_config.plugins)  # in the engine's own process, too
     hf_config = vllm_config.model_config.hf_config
+    cls = get_model_cls(hf_config)
+    check_interface(cls)
     try:
-        model = get_model_cls(hf_config)(vllm_config=vllm_config, ops=ops)
+        model = cls(vllm_config=vllm_config, ops=ops)
     except CheckpointError as error:
         if vllm_config.model_config.model in str(error):
             raise
@@ -40,7 +43,35 @@ def load_model(vllm_config: VllmConfig, ops: OpTable) -> nn.Module:
             model.load_weights(_with_chosen_expansion(iterate_weights(vllm_config), ops))
         except CheckpointError as error:
             raise with_file(error, vllm_config) from error
+        check_filled(model)
     return model.eval()
+
+
+def check_interface(cls: type) -> None:
+    """UserError where a model's class is not built, called or filled as those of vllmx are."""
+    lacks = [name for name in ("compute_logits", "load_weights") if not hasattr(cls, name)]
+    taken = inspect.signature(cls).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        wanted = {"vllm_config", "ops"} - set(taken)
+        lacks += [f"constructor argument {name}" for name in sorted(wanted)]
+    if lacks:
+        raise UserError(
+            f"{cls.__module__}.{cls.__qualname__} has no {', no '.join(lacks)}. As those of "
+            "vllmx/models a model is built by (*, vllm_config, ops) and has forward(input_ids, "
+            "positions), compute_logits(hidden_states) and load_weights(weights)."
+        )
+
+
+def check_filled(model: nn.Module) -> None:
+    """UserError where `load_weights` has left layers without weights and has not said so."""
+    holders = (m for m in model.named_modules() if isinstance(m[1], WeightHolder))
+    empty = [name for name, holder in holders if not holder.is_loaded]
+    if empty:
+        more = f" and {len(empty) - 5} more" if len(empty) > 5 else ""
+        raise UserError(
+            f"{type(model).__name__}.load_weights left {', '.join(empty[:5])}{more} without "
+            "weights; it is to give all of them to AutoWeightsLoader of vllmx/models/utils.py."
+        )
 
 
 def _with_chosen_expansion(

@@ -14,12 +14,11 @@ from typing import Any
 from torch import nn
 
 from vllmx.exceptions import CheckpointError
-from vllmx.layers.fused_moe import check_groups
 from vllmx.models.glm4_moe import Glm4MoeForCausalLM
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
 from vllmx.models.qwen3 import Qwen3Attention
-from vllmx.models.sparse import SharedExpertsMoE
+from vllmx.models.sparse import SharedExpertsMoE, groups_of
 from vllmx.models.utils import LLAMA_MAPPER, WeightsMapper, layer_index
 
 ROUTERS = {"softmax": False, "sigmoid": True}
@@ -70,9 +69,7 @@ def router_of(config: HFConfig, experts: int) -> dict[str, Any]:
             f"{config.origin}: score_function is {scoring!r} and moe_router_enable_expert_bias "
             f"{bias}; softmax without and sigmoid with a bias are served only."
         )
-    groups = config.read("n_group", (int, type(None)), None) or 1
-    kept = config.read("topk_group", (int, type(None)), None) or 1
-    check_groups(groups, kept, experts, config.origin)
+    groups, kept = groups_of(config, experts)
     return {
         "float_gate": config.read("router_dtype", (str, type(None)), None) == "fp32",
         "correction_bias": bias,

@@ -9,10 +9,9 @@ from typing import Any
 from torch import nn
 
 from vllmx.exceptions import CheckpointError
-from vllmx.layers.fused_moe import check_groups
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
-from vllmx.models.sparse import SharedExpertsMoE
+from vllmx.models.sparse import SharedExpertsMoE, groups_of
 from vllmx.models.utils import layer_index
 
 
@@ -22,13 +21,14 @@ def deepseek_mlp(config: HFConfig, *, prefix: str, **shared: Any) -> nn.Module:
     layer, experts = layer_index(prefix), config.read("n_routed_experts", (int, type(None)), None)
     first = config.read("first_k_dense_replace", int, 0)
     kinds = config.read("mlp_layer_types", (list, type(None)), None)
-    dense = layer < first or bool(layer % config.read("moe_layer_freq", int, 1))
+    every = config.read("moe_layer_freq", int, 1)
+    if every < 1:
+        raise CheckpointError(f"{config.origin}: moe_layer_freq is {every}, it must be positive.")
+    dense = layer < first or bool(layer % every)
     if experts is None or (dense if kinds is None else kinds[layer] == "dense"):
         return LlamaMLP(config, prefix=prefix, **shared)
     inner = config.read("moe_intermediate_size", int)
-    groups = config.read("n_group", (int, type(None)), None) or 1
-    kept = config.read("topk_group", (int, type(None)), None) or 1
-    check_groups(groups, kept, experts, config.origin)
+    groups, kept = groups_of(config, experts)
     return SharedExpertsMoE(
         config,
         experts,

@@ -112,6 +112,13 @@ NEVER_NULL: dict[str, type] = {
     "vocab_size": int,
 }
 """Keys that have no meaning of another type, or of `null` where a family's default isn't that."""
+PLAIN_ROPE = {
+    *("rope_theta", "partial_rotary_factor", "rope_dim"),
+    *("mrope_section", "mrope_interleaved"),
+}
+"""What rope parameters may hold that don't say their type; all else belongs to one."""
+DERIVED = ("head_dim", "layer_types", "num_key_value_heads")
+"""Keys that are there wherever num_attention_heads is."""
 ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 """Rotations that scale by the length that a model was trained with."""
 
@@ -155,7 +162,14 @@ class HFConfig:
             return self._values[key]
         if key == "text_config":
             return self
-        raise MissingKeyError(f"{self.origin} has no {key!r}.")
+        raise MissingKeyError(f"{self.origin} has no {self._lacking(key)!r}.")
+
+    def _lacking(self, key: str) -> str:
+        """What the file lacks where `key` is asked for, as the file would call it."""
+        values = self._values
+        if key in DERIVED and "num_attention_heads" not in values:
+            key = "num_attention_heads"
+        return ALL_ALIASES.get(values.get("model_type", ""), {}).get(key, key)
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
@@ -263,7 +277,8 @@ def _derive_attention(config: HFConfig) -> None:
     heads = config.read("num_attention_heads", int)
     layers = config.read("num_hidden_layers", int)
     hidden = config.read("hidden_size", int)
-    for key, value in (("num_attention_heads", heads), ("num_hidden_layers", layers)):
+    sizes = {"num_attention_heads": heads, "num_hidden_layers": layers, "hidden_size": hidden}
+    for key, value in sizes.items():
         if value < 1:
             raise CheckpointError(f"{config.origin}: {key!r} is {value}, it must be positive.")
     if "multi_query" in DEFAULTS.get(values.get("model_type", ""), {}):
@@ -339,6 +354,12 @@ def _one_rope(
     """of_kind: it is of one kind of layers, and then more than the config's own keys counts."""
     result = dict(given)
     legacy = result.pop("type", None)
+    odd = {key for key, value in result.items() if value is not None} - PLAIN_ROPE - {"rope_type"}
+    if odd and result.get("rope_type") is None and legacy is None:
+        raise CheckpointError(
+            f"{config.origin}: the rope parameters have {', '.join(sorted(odd))} and no rope_type, "
+            "without which they say nothing; name it, or leave them out."
+        )
     rope_type = result.setdefault("rope_type", legacy or "default")
     if not isinstance(rope_type, str):
         raise CheckpointError(f"{config.origin}: rope_type is {rope_type!r}, not a name.")

@@ -9,11 +9,20 @@ from torch import Tensor, nn
 
 from vllmx.config import VllmConfig
 from vllmx.ir.select import OpTable
-from vllmx.layers.fused_moe import FusedMoE, check_top_k, moe_activation
+from vllmx.layers.fused_moe import FusedMoE, check_groups, check_top_k, moe_activation
 from vllmx.layers.gate_linear import GateLinear
 from vllmx.layers.linear import ReplicatedLinear
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaMLP
+
+
+def groups_of(config: HFConfig, num_experts: int) -> tuple[int, int]:
+    """n_group and topk_group, each 1 where a config has null or nothing; CheckpointError where
+    experts can't be in so many groups, or so many of them be chosen."""
+    told = [config.read(key, (int, type(None)), None) for key in ("n_group", "topk_group")]
+    groups, kept = (1 if number is None else number for number in told)
+    check_groups(groups, kept, num_experts, config.origin)
+    return groups, kept
 
 
 class SharedExpertsMoE(nn.Module):

@@ -69,6 +69,11 @@ def quant_method_of(vllm_config: VllmConfig) -> str:
         if not isinstance(told, dict):
             raise CheckpointError(f"{origin}: {key} is {told!r}, not a JSON object.")
         name, where = str(told.get("quant_method", "unnamed")), origin
+        if name == "gguf" and hf_config.gguf is None:
+            raise CheckpointError(
+                f"{origin}: {key} says gguf, and the weights are not in a GGUF file; load that "
+                "file, or leave the key out."
+            )
     error: type[UserError] = CheckpointError
     if model_config.quantization:
         name, where, error = model_config.quantization, "model.quantization", UserError
