@@ -15,7 +15,7 @@ from vllmx.model_loader.gguf_config import hf_config_from_gguf
 from vllmx.model_loader.gguf_loader import iterate_gguf
 from vllmx.model_loader.gguf_reader import GGUFReader
 from vllmx.model_loader.resolve import resolve_model
-from vllmx.model_loader.safetensors_loader import iterate_safetensors
+from vllmx.model_loader.safetensors_loader import INDEX, file_of, iterate_safetensors
 from vllmx.model_loader.weights import GGUFTensor, iterate_weights
 
 DRAW = np.random.default_rng(0)
@@ -180,6 +180,8 @@ def test_index_says_which_shard_counts(tmp_path) -> None:
     index(tmp_path, files | {"c": "model-2.safetensors"})
     got = {n: t.item() for n, t in iterate_safetensors(tmp_path)}
     assert got == {"a.weight": 1.0, "b": 5.0, "c": 6.0}
+    found = [file_of(tmp_path, name).name for name in ("a.weight", "c", "d", None)]
+    assert found == ["model-1.safetensors", "model-2.safetensors", *2 * [INDEX]]
 
 
 def test_two_files_without_an_index_are_read_unless_they_share_a_name(tmp_path) -> None:

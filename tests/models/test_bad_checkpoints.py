@@ -17,6 +17,7 @@ from vllmx.config import VllmConfig, finalize
 from vllmx.engine.arg_utils import engine_args_to_config
 from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
+from vllmx.layers.linear import QKVParallelLinear
 from vllmx.layers.rotary_embedding import RotaryEmbedding
 from vllmx.model_loader.loader import load_model
 from vllmx.model_loader.resolve import resolve_model
@@ -68,6 +69,8 @@ def test_a_key_that_asks_for_other_maths_stops_the_load(tmp_path, name) -> None:
     kinds = len(text.get("layer_types", range(4)))
     asked = [
         *((key, "swoosh", "swoosh") for key in ACTIVATIONS if key in text),
+        ("hidden_act", "swish7", "swish7"),
+        ("tie_word_embeddings", "false", "'tie_word_embeddings' is 'false', not of type bool"),
         ("layer_types", ["swirl"] * kinds, "swirl"),
         ("quantization_config", {"quant_method": "fp8"}, "quantization method 'fp8'"),
         ("compression_config", {"quant_method": "squeeze"}, "quantization method 'squeeze'"),
@@ -102,9 +105,41 @@ def test_every_position_of_a_scaled_model_has_its_angles(tmp_path, name) -> None
     assert ropes and {len(rope.cos_sin_cache) for rope in ropes} == {times * length}
 
 
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_attention_bias_is_heeded_or_refused(tmp_path, name, told) -> None:
+    config = deepcopy(settings())
+    config.model_config.model = str(saying(name, tmp_path, "attention_bias", told))
+    try:
+        resolve_model(config)
+        build = get_model_cls(config.model_config.hf_config)
+        model = build(vllm_config=config, ops=OpTable(config.kernel_config, "cpu", torch.float32))
+    except CheckpointError as error:
+        assert re.search("attention_bias|two names of one thing", str(error))
+        return
+    projections = [m for m in model.modules() if isinstance(m, QKVParallelLinear)]
+    if projections:  # latents have none
+        assert any(projection.has_bias is told for projection in projections)
+    else:
+        assert not told
+
+
 @pytest.mark.parametrize(
     ("name", "key", "value", "words"),
     [
+        ("tiny-qwen3", "use_sliding_window", "false", "'use_sliding_window' is 'false'"),
+        ("tiny-falcon", "alibi", "false", "'alibi' is 'false', not of type bool"),
+        ("tiny-gpt_neox", "use_parallel_residual", "false", "'use_parallel_residual' is 'false'"),
+        ("tiny-granite", "logits_scaling", "x", "'logits_scaling' is 'x', not of type float"),
+        (
+            "tiny-gemma2",
+            "hidden_act",
+            "relu",
+            "hidden_act is 'relu' and hidden_activation",
+        ),
+        ("tiny-glm4_moe_lite", "scoring_func", "softmax", "scoring_func='softmax'"),
+        ("tiny-glm4_moe_lite", "topk_method", "greedy", "topk_method='greedy'"),
+        ("tiny-llama", "text_config", [1], r"text_config is \[1\], not a JSON object"),
         ("tiny-llama", "rope_parameters", {"factor": 4.0}, "have factor and no rope_type"),
         ("tiny-llama", "rope_scaling", {"rope_typ": "linear"}, "have rope_typ and no rope_type"),
         ("tiny-gemma3", "rope_scaling", {"factor": 8.0}, "have factor and no rope_type"),

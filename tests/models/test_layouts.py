@@ -268,3 +268,25 @@ def test_a_text_only_qwen_computes_the_same(folders, tmp_path, architecture, nam
 def test_every_architecture_has_a_tiny_checkpoint_or_is_one_by_another_name() -> None:
     tiny = {name for family in FAMILIES for name in config_of(family)["architectures"]}
     assert own_architectures().keys() - tiny == {"RWForCausalLM", *OTHER_NAMES, *TEXT_ONLY}
+
+
+def test_hunyuan_without_norms_of_heads_is_llama(folders, tmp_path) -> None:
+    source = folders("tiny-hunyuan_v1_dense")
+    said = said_by(source) | {"use_qk_norm": False}
+    llama = said | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    tensors = load_file(source / "model.safetensors")
+    bare = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if "_layernorm" not in name or "input" in name or "post" in name
+    }
+    assert len(tensors) - len(bare) == 2 * said["num_hidden_layers"]
+    answers = []
+    for name, config in (("hunyuan", said), ("llama", llama)):
+        folder = tmp_path / name
+        folder.mkdir()
+        save_file(bare, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+        answers.append(prompt_and_answer(folder))
+    assert torch.equal(*answers)
+    assert not torch.equal(answers[0], prompt_and_answer(source))

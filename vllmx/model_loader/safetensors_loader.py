@@ -40,7 +40,8 @@ def weight_files(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def file_of(folder: Path, name: str | None) -> Path:
-    """The file that tensor `name` comes from; `folder` where no file, or not one alone, does."""
+    """The file that tensor `name` comes from; where no file, or not one alone, does, the index,
+    and `folder` without one."""
     files = weight_files(folder)
     if len(files) == 1:
         return next(iter(files))
@@ -52,7 +53,8 @@ def file_of(folder: Path, name: str | None) -> Path:
                 wanted = file.keys()
         if name in wanted:
             return path
-    return folder
+    index = folder / INDEX
+    return index if index.is_file() else folder
 
 
 def iterate_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,20 +15,23 @@ from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
 
 
+def activation_of(config: HFConfig) -> str:
+    """hidden_activation. Configs may have the older hidden_act beside it or in its place, where the
+    "gelu" of the first Gemma was a slip; CheckpointError where the two are two functions."""
+    said = config.read("hidden_activation", (str, type(None)), None) or "gelu_pytorch_tanh"
+    older = config.read("hidden_act", (str, type(None)), None)
+    if older not in (None, "gelu", said):
+        raise CheckpointError(
+            f"{config.origin}: hidden_act is {older!r} and hidden_activation {said!r}: say the "
+            "same in both, or leave hidden_act out."
+        )
+    return said
+
+
 class GemmaMLP(LlamaMLP):
     """down(gelu(gate(x)) * up(x))."""
 
-    def activation_of(self, config: HFConfig) -> str:
-        """hidden_activation. The first Gemma's configs have the older hidden_act beside it or in
-        its place, where "gelu" was a slip; CheckpointError where the two are two functions."""
-        said = config.read("hidden_activation", (str, type(None)), None) or "gelu_pytorch_tanh"
-        older = config.read("hidden_act", (str, type(None)), None)
-        if config.read("model_type", str, "") == "gemma" and older not in (None, "gelu", said):
-            raise CheckpointError(
-                f"{config.origin}: hidden_act is {older!r} and hidden_activation {said!r}: say the "
-                "same in both, or leave hidden_act out."
-            )
-        return said
+    activation_of = staticmethod(activation_of)
 
 
 class GemmaDecoderLayer(LlamaDecoderLayer):

@@ -22,6 +22,7 @@ from vllmx.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, R
 from vllmx.layers.logits_processor import LogitsProcessor
 from vllmx.layers.rotary_embedding import get_rope
 from vllmx.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllmx.models.gemma import activation_of
 from vllmx.models.hf_config import HFConfig
 from vllmx.models.llama import LlamaForCausalLM
 from vllmx.models.utils import make_layers
@@ -40,7 +41,7 @@ class Gemma3MLP(nn.Module):
             hidden, [inner, inner], prefix=f"{prefix}.gate_up_proj", **shared
         )
         self.down_proj = RowParallelLinear(inner, hidden, prefix=f"{prefix}.down_proj", **shared)
-        self.act_fn = get_act_and_mul_fn(config.hidden_activation, ops)
+        self.act_fn = get_act_and_mul_fn(activation_of(config), ops)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [T, H] -> [T, H]."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from vllmx.exceptions import CheckpointError
 from vllmx.models.deepseek_v2 import (
     DeepseekV2DecoderLayer,
     DeepseekV2Model,
@@ -25,6 +26,9 @@ def glm4_lite_mlp(config: HFConfig, *, prefix: str, **shared: Any) -> nn.Module:
     kinds = config.read("mlp_layer_types", (list, type(None)), None)
     first = config.read("first_k_dense_replace", int, 1)
     dense = layer < first if kinds is None else kinds[layer] == "dense"
+    for key, built in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if (told := config.read(key, (str, type(None)), None)) not in (None, built):
+            raise CheckpointError(f"{config.origin}: {key}={told!r} is not supported; {built} is.")
     return (LlamaMLP if dense else Glm4MoE)(config, prefix=prefix, **shared)
 
 

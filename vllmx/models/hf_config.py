@@ -143,7 +143,9 @@ class HFConfig:
         self.gguf: GGUFReader | None = None
         self._values = dict(values)
         nested = self._values.get("text_config")
-        if isinstance(nested, dict):
+        if nested is not None and not isinstance(nested, dict):
+            raise CheckpointError(f"{origin}: text_config is {nested!r}, not a JSON object.")
+        if nested is not None:
             inner = dict(nested)
             for key in ("architectures", "tie_word_embeddings", "dtype", "torch_dtype"):
                 if key in self._values:
@@ -237,12 +239,21 @@ def _normalise(config: HFConfig) -> None:
     for key, kind in NEVER_NULL.items():
         if key in values and not _means_null(values, key):
             config.read(key, kind)
+    _check_kinds(config, {"tie_word_embeddings": False, **DEFAULTS.get(family, {})})
     if values.get("sliding_window") == 0 or _leaves_window_unused(values):
         values["sliding_window"] = None
     values.setdefault("dtype", values.get("torch_dtype"))
     if "num_attention_heads" in values:
         _derive_attention(config)
     values["rope_parameters"] = _rope_parameters(config)
+
+
+def _check_kinds(config: HFConfig, defaults: dict[str, Any]) -> None:
+    """CheckpointError where a key is neither null nor of the kind of its default, if that is yes or
+    no or a fraction: the word "false" is as true as any other."""
+    for key, default in defaults.items():
+        if isinstance(default, (bool, float)) and config._values.get(key) is not None:
+            config.read(key, type(default))
 
 
 def _text_family(outer: dict[str, Any]) -> str | None:

@@ -14,17 +14,21 @@ from vllmx.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausal
 
 
 class HunYuanAttention(LlamaAttention):
-    """Rotated, then normed head by head."""
+    """Rotated, then normed head by head unless use_qk_norm is false."""
 
     def __init__(self, config: HFConfig, **shared: Any) -> None:
         super().__init__(config, **shared)
         self.head_dim = config.head_dim
-        self.query_layernorm = RMSNorm(config.head_dim, config.rms_norm_eps, shared["ops"])
-        self.key_layernorm = RMSNorm(config.head_dim, config.rms_norm_eps, shared["ops"])
+        self.use_qk_norm = config.read("use_qk_norm", bool, True)
+        if self.use_qk_norm:
+            self.query_layernorm = RMSNorm(config.head_dim, config.rms_norm_eps, shared["ops"])
+            self.key_layernorm = RMSNorm(config.head_dim, config.rms_norm_eps, shared["ops"])
 
     def prepare(self, positions: Tensor, qk: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate, then norm."""
         q, k = super().prepare(positions, qk)
+        if not self.use_qk_norm:
+            return q, k
         q = self.query_layernorm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         k = self.key_layernorm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         return q, k

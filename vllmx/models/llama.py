@@ -26,7 +26,7 @@ from vllmx.layers.logits_processor import LogitsProcessor
 from vllmx.layers.rotary_embedding import RotaryEmbedding, get_rope
 from vllmx.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllmx.models.hf_config import HFConfig
-from vllmx.models.unbuilt import refuse_unbuilt
+from vllmx.models.unbuilt import refuse_other_biases, refuse_unbuilt
 from vllmx.models.utils import (
     LLAMA_MAPPER,
     AutoWeightsLoader,
@@ -280,6 +280,7 @@ class LlamaForCausalLM(nn.Module):
         self.model = self.model_cls(
             vllm_config=vllm_config, ops=ops, prefix=maybe_prefix(prefix, "model")
         )
+        refuse_other_biases(config, self.model)
         self.lm_head = ParallelLMHead(
             config.vocab_size,
             config.hidden_size,

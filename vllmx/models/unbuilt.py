@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from vllmx.exceptions import CheckpointError
+from vllmx.layers.linear import QKVParallelLinear
 from vllmx.models.hf_config import HFConfig
 
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -45,3 +48,15 @@ def refuse_unbuilt(config: HFConfig, layer_kinds: tuple[str, ...]) -> None:
             raise CheckpointError(
                 f"{config.origin}: {key}={getattr(config, key)!r} is not supported."
             )
+
+
+def refuse_other_biases(config: HFConfig, model: nn.Module) -> None:
+    """CheckpointError where attention_bias says of queries, keys and values what `model`, built by
+    a class that does not read that key, does not have."""
+    told = config.raw.get("attention_bias")
+    built = [m.has_bias for m in model.modules() if isinstance(m, QKVParallelLinear)]
+    if built and isinstance(told, bool) and told not in built:
+        raise CheckpointError(
+            f"{config.origin}: attention_bias={told} is not supported; queries, keys and values of "
+            f"this architecture {'have' if built[0] else 'have no'} biases."
+        )
