@@ -57,6 +57,7 @@ BASE = {
     "sampling_params",
     "outputs",
     "logprobs",
+    "upstream_backends",
     "core/output",
     "ec_transfer/__init__",
     "ec_transfer/base",

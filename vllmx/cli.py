@@ -22,17 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from vllmx.cli_args import (
+    MAX_NUM_SEQS,
     SHORT,
     Flag,
     assign,
     check_value,
     did_you_mean,
     fields,
+    fit_max_num_seqs,
     flags,
     parse_text,
 )
 from vllmx.config import RunConfig
 from vllmx.exceptions import UserError, VLLMValidationError
+from vllmx.upstream_flags import not_built
 
 COMMANDS = {
     "generate": "answer one prompt, or every prompt of a file",
@@ -362,7 +365,8 @@ def find_flag(option: str, command: str) -> tuple[Flag, bool, list[str]]:
         if not inner or flag.field.kind in ("dict", "node"):
             return flag, negated, inner
     known = [f.option for f in table.values() if command in f.commands]
-    raise UserError(f"no flag {option} for {command}.{did_you_mean(head, known)}")
+    hint = not_built(head) or did_you_mean(head, known)
+    raise UserError(f"no flag {option} for {command}.{hint}")
 
 
 def read_config_file(path: str, command: str) -> tuple[dict[str, Any], str | None]:
@@ -451,6 +455,8 @@ def _build(
     run = compose.compose_run(overrides)
     for key, value in {**weaker, **values}.items():
         assign(run, key, value)
+    if MAX_NUM_SEQS not in given | weaker.keys() | values.keys():
+        fit_max_num_seqs(run)
     finalize(run)
     return run
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -22,6 +23,9 @@ from vllmx import config as schema
 from vllmx.config import ENGINE_NODES, RunConfig
 from vllmx.exceptions import UserError
 
+logger = logging.getLogger(__name__)
+
+MAX_NUM_SEQS = "scheduler.max_num_seqs"
 # Where the flag is not the field's own name.
 RENAMED = {
     "model.model": "model",
@@ -325,6 +329,19 @@ def _detail(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg} at character {error.pos}."
     return str(error) if "counts in" in str(error) else ""
+
+
+def fit_max_num_seqs(run: RunConfig) -> None:
+    """Lower max_num_seqs, which nobody gave, to a token budget that is less, as upstream does:
+    each running request needs a token of the step."""
+    scheduler = run.scheduler
+    budget = scheduler.max_num_batched_tokens
+    if budget is not None and budget < scheduler.max_num_seqs:
+        logger.warning(
+            "%s is %s, not %s, as scheduler.max_num_batched_tokens is.",
+            *(MAX_NUM_SEQS, budget, scheduler.max_num_seqs),
+        )
+        scheduler.max_num_seqs = budget
 
 
 def did_you_mean(word: str, known: Any) -> str:

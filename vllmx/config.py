@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Dict, List, Optional  # noqa: UP035
 
 from vllmx.exceptions import UnsupportedError, UserError
+from vllmx.upstream_backends import our_backend
 
 if TYPE_CHECKING:
     from vllmx.models.hf_config import HFConfig
@@ -461,7 +462,8 @@ class AttentionConfig:
     """The attention backend."""
 
     backend: Optional[str] = None
-    """Backend by name, else the first of the device's list that accepts the layer."""
+    """Backend by its name here or upstream's (triton, TRITON_ATTN), else the first of the device's
+    list that accepts the layer."""
 
 
 @dataclass
@@ -1099,6 +1101,7 @@ def finalize(run: RunConfig) -> VllmConfig:
     config = VllmConfig(**nodes)
     if config.cache_config.block_size is None:
         config.cache_config.block_size = DEFAULT_BLOCK_SIZE
+    config.attention_config.backend = our_backend(config.attention_config.backend)
     config.kv_events_config = _kv_events(config)
     config.speculative_config = _speculative(run.speculative)
     config.lora_config = replace(run.lora) if run.lora.enable_lora else None

@@ -24,6 +24,11 @@ def hash_seed() -> str | None:
     return os.environ.get("PYTHONHASHSEED")
 
 
+def plugins_of_upstream() -> str | None:
+    """VLLM_PLUGINS, upstream's list of plugins, as it was set, or None; it is only warned of."""
+    return os.environ.get("VLLM_PLUGINS")
+
+
 KERNEL_CACHE = "~/.cache/vllmx/kernels"
 """Where measured times of kernels are kept unless kernel.cache_dir says otherwise."""
 

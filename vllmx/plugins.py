@@ -12,6 +12,8 @@ import logging
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
+from vllmx.platform import plugins_of_upstream
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_PLUGINS_GROUP = "vllm.general_plugins"
@@ -20,11 +22,18 @@ _loaded = False
 
 def load_general_plugins(allowed: Sequence[str] | None = None) -> None:
     """Call the plugins that `allowed` names (None: all that are installed), unless this process
-    has done so before, whatever was allowed then."""
+    has done so before, whatever was allowed then. VLLM_PLUGINS decides nothing: where that
+    is set and `allowed` is not, a warning says so."""
     global _loaded
     if _loaded:
         return
     _loaded = True
+    if allowed is None and (told := plugins_of_upstream()) is not None:
+        logger.warning(
+            "VLLM_PLUGINS=%s is not read, and all installed plugins are loaded: set load.plugins "
+            "(--plugins, or plugins= of LLM) to those that are wanted.",
+            told,
+        )
     found = entry_points(group=DEFAULT_PLUGINS_GROUP)
     names = sorted({plugin.name for plugin in found})
     for name in sorted(set(allowed or ()) - set(names)):

@@ -55,6 +55,11 @@ def test_a_small_budget_lowers_the_default_number_of_requests() -> None:
     assert both.scheduler.max_num_seqs == 64  # refused when the engine starts
 
 
+def test_an_argument_that_only_upstream_has_is_told_from_a_misspelt_one() -> None:
+    with pytest.raises(TypeError, match=r"'enable_sleep_mode'\. Upstream has it"):
+        engine_args_to_config(enable_sleep_mode=True)
+
+
 def test_every_engine_flag_is_an_argument() -> None:
     for name, flag in engine_flags().items():
         if flag.field.optional:

@@ -101,6 +101,20 @@ def test_lists_end_at_the_next_flag_or_override() -> None:
     assert run.scheduler.max_num_seqs == 3
 
 
+def test_a_small_budget_lowers_the_number_of_requests_that_nobody_gave(caplog) -> None:
+    small = ["--max-num-batched-tokens", "32"]
+    assert composed("serve", *small).scheduler.max_num_seqs == 32
+    (told,) = caplog.records
+    words = "scheduler.max_num_seqs is 32, not 128, as scheduler.max_num_batched_tokens is."
+    assert told.getMessage() == words
+    caplog.clear()
+    for given in (["--max-num-seqs", "128"], ["scheduler.max_num_seqs=128"]):
+        assert composed("serve", *small, *given).scheduler.max_num_seqs == 128
+    assert composed("serve", *small, "scheduler=throughput").scheduler.max_num_seqs == 256
+    assert composed("serve", "--max-num-batched-tokens", "4K").scheduler.max_num_seqs == 128
+    assert not caplog.records
+
+
 def test_json_flags_whole_and_dotted() -> None:
     run = composed("serve", "--hf-overrides", '{"a": 1}', "--hf-overrides.b.c", "x")
     assert run.model.hf_overrides == {"a": 1, "b": {"c": "x"}}
@@ -208,6 +222,11 @@ MISTAKES = [
     (["generate", "model="], "the model is empty"),
     (["generate", "--cfg", "hydra"], "only `--cfg job`"),
     (["generate", "-z"], "no flag -z"),
+    (["generate", "--enable-eplb"], "no flag --enable-eplb for generate. Upstream has it"),
+    (["serve", "--no-enable-eplb"], "Upstream has it, vllmx hasn't built it"),
+    (["serve", "--eplb-config.window_size", "3"], "Upstream has it, vllmx hasn't built it"),
+    (["serve", "-dcp", "2"], "no flag -dcp for serve. Upstream has it"),
+    (["serve", "--max-num-sqes", "2"], "Did you mean --max-num-seqs"),
     (["bench", "latenc"], "Did you mean latency?"),
     (["generate", "--trust-remote-code"], "never runs code"),
     (["generate", "-tp", "2"], "must be 1"),

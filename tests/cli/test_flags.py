@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from vllmx.cli_args import ENGINE_COMMANDS, check_value, fields, flags, leaf_keys, parse_text
+from vllmx.cli_args import ENGINE_COMMANDS, SHORT, check_value, fields, flags, leaf_keys, parse_text
 from vllmx.exceptions import UserError
+from vllmx.upstream_flags import NOT_BUILT, SHORT_NOT_BUILT, not_built
 
 UPSTREAM_FLAGS = """
     model tokenizer dtype max_model_len max_num_seqs max_num_batched_tokens gpu_memory_utilization
@@ -49,6 +50,13 @@ def test_every_key_has_a_flag_or_a_reason_to_have_none() -> None:
         "bench.kind",
         *(key for key in leaf_keys() if key.startswith("model.source.")),
     }
+
+
+def test_no_flag_is_said_to_be_upstreams_alone() -> None:
+    assert not NOT_BUILT & flags().keys()
+    assert not SHORT_NOT_BUILT & SHORT.keys()
+    assert not_built("--max-num-seqs") == not_built("-tp") == ""
+    assert not_built("--kv-offloading-size") and not_built("kv_offloading_size")
 
 
 def test_sampling_flags_are_for_commands_that_sample() -> None:

@@ -12,6 +12,7 @@ import vllmx
 from vllmx.cli_args import fields
 from vllmx.config import DEFAULT_BLOCK_SIZE, ENGINE_NODES, NOT_BUILT, RunConfig, finalize
 from vllmx.exceptions import UserError
+from vllmx.upstream_backends import LACKING, OURS
 
 # Refused by finalize in words of their own.
 ACCEPTED = {
@@ -102,3 +103,28 @@ def test_finalize_leaves_the_run_alone_and_shares_nothing_with_it() -> None:
             setattr(node, field.name, "changed")
     assert run == before
     assert second.model_config.hf_overrides == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize(
+    ("told", "backend"),
+    [("TRITON_ATTN", "triton"), ("torch_sdpa", "sdpa"), ("CPU_ATTN", "native"), ("torch", "torch")],
+)
+def test_an_attention_backend_may_be_called_as_upstream_calls_it(told, backend) -> None:
+    run = RunConfig()
+    run.attention.backend = told
+    assert finalize(run).attention_config.backend == backend
+    assert run.attention.backend == told
+
+
+def test_an_attention_backend_that_only_upstream_has_is_refused_with_those_there_are() -> None:
+    run = RunConfig()
+    run.attention.backend = "FLASH_ATTN"
+    with pytest.raises(UserError, match=r"backend=FLASH_ATTN: .*one of torch, native \(upstream's"):
+        finalize(run)
+
+
+def test_upstreams_names_of_backends_lead_to_backends() -> None:
+    from vllmx.attention.selector import all_backends
+
+    assert set(OURS.values()) | {"torch"} == set(all_backends())
+    assert not OURS.keys() & LACKING

@@ -55,6 +55,25 @@ def test_only_allowed_plugins_are_called(install, allowed, called) -> None:
     assert sorted(calls("counted")) == called
 
 
+def test_upstreams_environment_variable_decides_nothing_and_is_told_once(
+    install, caplog, monkeypatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "second")
+    install("counted", COUNTS, first="one", second="two")
+    with caplog.at_level(logging.WARNING, logger="vllmx.plugins"):
+        for _ in range(2):
+            load_general_plugins()
+    assert sorted(calls("counted")) == ["one", "two"]
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("VLLM_PLUGINS=second is not read") and "load.plugins" in told
+
+
+def test_a_list_of_plugins_that_is_given_needs_no_word_of_another(caplog, monkeypatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "second")
+    load_general_plugins([])
+    assert not caplog.records
+
+
 def test_a_plugin_that_is_not_allowed_is_not_even_imported(install) -> None:
     install("loud", "raise RuntimeError('imported')\n", loud="f")
     load_general_plugins([])

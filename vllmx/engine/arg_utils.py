@@ -18,11 +18,13 @@ from vllmx.cli_args import (
     check_value,
     did_you_mean,
     engine_flags,
+    fit_max_num_seqs,
     parse_text,
 )
 from vllmx.compose import choices, compose_run
 from vllmx.config import RunConfig, finalize
 from vllmx.exceptions import UserError
+from vllmx.upstream_flags import not_built
 
 if TYPE_CHECKING:
     from vllmx.config import VllmConfig
@@ -51,10 +53,8 @@ def engine_args_to_config(**kwargs: Any) -> RunConfig:
             continue
         value = check_value(flag.field, name, value)
         assign(run, flag.field.key, not value if flag.inverted else value)
-    budget = run.scheduler.max_num_batched_tokens
-    if kwargs.get("max_num_seqs") is None and budget is not None:
-        # Each running request needs a token of the step.
-        run.scheduler.max_num_seqs = min(run.scheduler.max_num_seqs, budget)
+    if kwargs.get("max_num_seqs") is None:
+        fit_max_num_seqs(run)
     return run
 
 
@@ -64,7 +64,7 @@ def _check_names(caller: str, kwargs: dict[str, Any]) -> None:
         if name not in table:
             raise TypeError(
                 f"{caller}() got an unexpected keyword argument {name!r}."
-                f"{did_you_mean(name, table)}"
+                f"{not_built(name) or did_you_mean(name, table)}"
             )
 
 
