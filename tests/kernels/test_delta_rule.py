@@ -4,13 +4,14 @@ goldens within the limits of any provider, pieces, padding and blocks that hold 
 
 import copy
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from gpu_arithmetic import as_on_a_gpu
 
+from parity.gpu_arithmetic import as_on_a_gpu
 from parity.op_cells import OpCell, expected
 from parity.op_replay import Lane
 from vllmx.attention.backend import CommonAttentionMetadata
@@ -62,8 +63,9 @@ def lane() -> Lane:
 
 
 @pytest.fixture(autouse=True)
-def gpu_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_on_a_gpu(monkeypatch)
+def gpu_arithmetic() -> Iterator[None]:
+    with as_on_a_gpu():
+        yield
 
 
 def cells(op: str) -> list[OpCell]:

@@ -70,9 +70,15 @@ def test_without_a_folder_it_is_made_here_and_never_over_another(
 
 @pytest.mark.parametrize(
     ("argv", "words"),
-    [([], "choose one of tiny-"), (["model=lama"], "Did you mean tiny-llama?")],
+    [
+        ([], "choose one of tiny-"),
+        ([], "tiny-mixtral, tiny-mixtral-bf16,"),
+        (["model=lama"], "Did you mean tiny-llama?"),
+        (["model=mixtrl-bf16"], "Did you mean tiny-mixtral-bf16?"),
+        (["model=llama-bf16"], "has no router whose choice bfloat16 could change"),
+    ],
 )
-def test_a_name_that_is_none_is_answered_with_the_list(capsys, argv, words) -> None:
+def test_a_name_that_is_none_is_answered_with_those_there_are(capsys, argv, words) -> None:
     assert words in made(capsys, *argv, code=2)
 
 

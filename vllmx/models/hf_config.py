@@ -113,7 +113,7 @@ NEVER_NULL: dict[str, type] = {
 }
 """Keys that have no meaning of another type, or of `null` where a family's default isn't that."""
 PLAIN_ROPE = {
-    *("rope_theta", "partial_rotary_factor", "rope_dim"),
+    *("rope_theta", "partial_rotary_factor", "rope_dim", "freq_factors"),
     *("mrope_section", "mrope_interleaved"),
 }
 """What rope parameters may hold that don't say their type; all else belongs to one."""

@@ -16,6 +16,7 @@ from vllmx.config import RunConfig, finalize
 from vllmx.exceptions import UserError
 from vllmx.tiny.checkpoint import save
 from vllmx.tiny.configs import FAMILIES
+from vllmx.tiny.margins import SUFFIX
 
 
 def run(config: RunConfig, started: float) -> int:
@@ -42,6 +43,11 @@ def _tiny(config: RunConfig) -> tuple[str, Callable[[Path], None]]:
     given = config.model.model or ""
     name = given if given.startswith("tiny-") else f"tiny-{given}"
     if name not in FAMILIES:
+        if (base := name.removesuffix(SUFFIX)) in FAMILIES:
+            raise UserError(
+                f"model={given}: {base} has no router whose choice bfloat16 could change; models "
+                f"NAME{SUFFIX} are of those that have one. Use model={base}."
+            )
         raise UserError(
             f"model={given}: no tiny model of that name; choose one of "
             f"{', '.join(sorted(FAMILIES))}.{did_you_mean(name, FAMILIES)}"

@@ -22,6 +22,7 @@ from vllmx.tiny.sparse import TYPES as SPARSE_TYPES
 from vllmx.tiny.sparse_configs import GENERATION_CONFIGS
 from vllmx.tiny.tensors import shapes
 from vllmx.tiny.tokenizer import tokenizer_files
+from vllmx.tiny.twin import Twin
 from vllmx.tiny.twins import TWINS
 
 NUMBERS = {"beta": 0.5, "eps": -1e-6}
@@ -71,8 +72,9 @@ def save(name: str, folder: Path) -> None:
     less_one = config["model_type"].startswith(norms) and not sparse
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if name in GENERATION_CONFIGS:
-        said = json.dumps(GENERATION_CONFIGS[name], indent=2)
+    base = name.removesuffix(SUFFIX)
+    if base in GENERATION_CONFIGS:
+        said = json.dumps(GENERATION_CONFIGS[base], indent=2)
         (folder / "generation_config.json").write_text(said + "\n")
     tensors = {key: weight(name, key, shape, less_one) for key, shape in shapes(config).items()}
     # A provider that rounds weights to half precision must send tokens to the same experts, and a
@@ -85,16 +87,15 @@ def save(name: str, folder: Path) -> None:
     vocab_size = text.get("padded_vocab_size") or text["vocab_size"]
     for file, content in tokenizer_files(vocab_size).items():
         (folder / file).write_text(json.dumps(content, indent=1) + "\n")
-    if name in TWINS:
-        _save_twin(name, folder / "twin", tensors, config)
+    if base in TWINS:
+        _save_twin(TWINS[base], folder / "twin", tensors, config)
 
 
 def _save_twin(
-    name: str, folder: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]
+    twin: Twin, folder: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]
 ) -> None:
     """The same weights in the layout of a family that transformers has a class for."""
     folder.mkdir(exist_ok=True)
-    said = {**SIZES, **TWINS[name].config}
+    said = {**SIZES, **twin.config}
     (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n")
-    twins = TWINS[name].tensors(tensors, config)
-    save_file(twins, str(folder / "model.safetensors"), {"format": "pt"})
+    save_file(twin.tensors(tensors, config), str(folder / "model.safetensors"), {"format": "pt"})

@@ -8,7 +8,7 @@ from typing import Any
 from vllmx.tiny.dense_configs import DENSE_FAMILIES, NULL
 from vllmx.tiny.head_sizes import HEAD_SIZES
 from vllmx.tiny.latent import LATENT_FAMILIES
-from vllmx.tiny.margins import SUFFIX
+from vllmx.tiny.margins import SUFFIX, routing_of
 from vllmx.tiny.sparse import SPARSE_FAMILIES
 from vllmx.tiny.sparse_configs import MORE_SPARSE
 from vllmx.tiny.twins import TWIN_FAMILIES
@@ -127,7 +127,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Name -> what its config.json says beside SIZES, which a text_config takes where there is one."""
 HYBRIDS = ("tiny-qwen3_5", "tiny-qwen3_5_moe", "tiny-qwen3_next")
-"""Models that have a sister for goldens of bfloat16, whose weights decide by more than that rounds
+"""Models with a golden in bfloat16."""
+WITH_EXPERTS = tuple(
+    name for name, family in FAMILIES.items() if routing_of(family.get("text_config", family))
+)
+"""Models whose routers choose experts."""
+SISTERS = tuple(name for name in FAMILIES if name in (*HYBRIDS, *WITH_EXPERTS))
+"""Models that have a sister NAME-bf16, whose weights decide by more than bfloat16 rounds
 (margins.py)."""
 
 
@@ -138,12 +144,13 @@ def _with_head(family: dict[str, Any]) -> dict[str, Any]:
     return family | untied | text
 
 
-FAMILIES |= {name + SUFFIX: _with_head(FAMILIES[name]) for name in HYBRIDS}
+FAMILIES |= {name + SUFFIX: _with_head(FAMILIES[name]) for name in SISTERS}
 
 
 def config_of(name: str) -> dict[str, Any]:
     """config.json of a tiny checkpoint; KeyError for a name that is none."""
-    family, own = FAMILIES[name], HEAD_SIZES.get(name, {})
+    family = FAMILIES[name]
+    own = HEAD_SIZES.get(name) or HEAD_SIZES.get(name.removesuffix(SUFFIX), {})
     if "text_config" not in family:
         said = {**SIZES, **family, **own}
         kept = {key: value for key, value in said.items() if value is not None}

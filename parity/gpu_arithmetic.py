@@ -7,10 +7,11 @@ asks for TF32. A tensor core ignores the 13 lowest bits of what it takes for TF3
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from triton import language as tl
 from triton._C.libtriton import ir
@@ -28,9 +29,11 @@ def _tf32(data: np.ndarray) -> np.ndarray:
     return kept.view(np.float32)
 
 
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the test ends."""
-    convert, dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Until the context ends."""
+    builder: Any = interpreter.InterpreterBuilder
+    convert, dot = interpreter._convert_float, builder.create_dot
 
     def converted(data: Any, source: Any, target: Any, mode: Any) -> Any:
         if source == tl.float32 and target == tl.bfloat16:
@@ -42,5 +45,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             a, b = (interpreter.TensorHandle(_tf32(x.data), x.dtype) for x in (a, b))
         return dot(self, a, b, d, precision, *rest)
 
-    monkeypatch.setattr(interpreter, "_convert_float", converted)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", product)
+    interpreter._convert_float, builder.create_dot = converted, product
+    try:
+        yield
+    finally:
+        interpreter._convert_float, builder.create_dot = convert, dot
