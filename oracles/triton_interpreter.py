@@ -7,6 +7,7 @@ the interpreter cannot do, `patch(module)` puts right: functions of the language
 by name, loops whose counter a kernel treats as a tensor, and searches among launch parameters.
 
 The interpreter's products of bfloat16 matrices are wrong; kernels with such are not asked for them.
+It cuts float32 to bfloat16 where a GPU rounds; within `rounding()` it rounds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
@@ -69,6 +71,29 @@ def patch(module: ModuleType) -> None:
         if name in LANGUAGE:
             setattr(module, name, _late(name))
     module.range = _counted  # type: ignore[attr-defined]
+
+
+@contextmanager
+def rounding() -> Iterator[None]:
+    """Within it a kernel's float32 becomes the nearest bfloat16, the even one of two."""
+    import numpy as np
+    import torch
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    before = interpreter._convert_float
+
+    def convert(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return before(data, source, target, mode)
+        nearest = torch.from_numpy(np.ascontiguousarray(data)).to(torch.bfloat16)
+        return nearest.view(torch.int16).numpy().view(np.uint16)
+
+    interpreter._convert_float = convert
+    try:
+        yield
+    finally:
+        interpreter._convert_float = before
 
 
 def _late(name: str) -> Any:

@@ -232,6 +232,27 @@ def qk_norm_rope_cache(
 
 
 @truth
+def fused_qk_rmsnorm_rope_gate(
+    q_gate: np.ndarray,
+    k: np.ndarray,
+    q_weight: np.ndarray,
+    k_weight: np.ndarray,
+    cos_sin_cache: np.ndarray,
+    positions: np.ndarray,
+    epsilon: float,
+) -> Outputs:
+    """q, k: normed and turned; gate: the second half of what each query head has."""
+    head_size = len(q_weight)
+    cos, sin = _halves(cos_sin_cache[positions][:, None, :])
+    query, gate = _halves(q_gate.reshape(len(q_gate), -1, 2 * head_size))
+    found = {"gate": gate.reshape(len(q_gate), -1)}
+    for name, part, weight in (("q", query, q_weight), ("k", k, k_weight)):
+        normed = _normed(part.reshape(len(k), -1, head_size), weight, epsilon, None)
+        found[name] = _turned(normed.reshape(len(k), -1), cos, sin, head_size, True)
+    return found
+
+
+@truth
 def paged_attention(
     query: np.ndarray,
     key_cache: np.ndarray,

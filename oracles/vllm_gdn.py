@@ -292,6 +292,8 @@ def packed_decode_cpu(
 
 
 if __name__ == "__main__":
-    from oracles import vllm_gdn
+    # Another op whose kernel on a GPU is Triton's registers itself with the same oracle.
+    from oracles import vllm_gdn, vllm_qk_gate
 
+    assert vllm_qk_gate.ORACLE is vllm_gdn.ORACLE
     sys.exit(main(vllm_gdn.ORACLE))

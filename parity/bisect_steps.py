@@ -35,6 +35,11 @@ STEP_OPS = {
 JOINED = {
     "qk_norm_rope_cache": ("self_attn.q_norm", "self_attn.k_norm", "self_attn.rotary_emb"),
     "qk_norm_rope_decode": ("self_attn.q_norm", "self_attn.k_norm", "self_attn.rotary_emb"),
+    "fused_qk_rmsnorm_rope_gate": (
+        "self_attn.q_norm",
+        "self_attn.k_norm",
+        "self_attn.rotary_emb",
+    ),
     "linear_add": ("self_attn.o_proj", "mlp.down_proj"),
     "rms_norm_linear": ("input_layernorm",),
     "rms_norm_gated_linear": ("post_attention_layernorm", "mlp.gate_up_proj"),

@@ -17,6 +17,7 @@ from . import (
     gguf_cases,
     moe_cases,
     op_cases,
+    qk_gate_cases,
     rope_cases,
     sampler_cases,
 )
@@ -198,6 +199,15 @@ OPS = {
             outputs=("query", *_CACHES),
             exact=("value_cache",),
             mutates=_CACHES,
+        ),
+        OpEntry(
+            "fused_qk_rmsnorm_rope_gate",
+            qk_gate_cases.CASES,
+            "rope",
+            "vllm_gdn",
+            "upstream-by-dtype",
+            outputs=("q", "k", "gate"),
+            exact=("gate",),
         ),
         _ir("paged_attention", cache_cases.CASES, "attention", "cpu-attention"),
         _ir(

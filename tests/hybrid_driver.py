@@ -25,9 +25,16 @@ BLOCKS_EACH = 16
 class HybridDriver:
     """One model with room for a few requests, each known by its number."""
 
-    def __init__(self, folder: Path, requests: int = 4, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        requests: int = 4,
+        dtype: torch.dtype = torch.float32,
+        ir_op_priority: dict[str, list[str]] | None = None,
+    ) -> None:
         run = engine_args_to_config(model=str(folder), skip_tokenizer_init=True)
         run.kernel.default_priority = ["torch"]
+        run.kernel.ir_op_priority = ir_op_priority or {}
         run.load.use_tqdm_on_load = False
         config = finalize(run)
         resolve_model(config)

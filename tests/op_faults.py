@@ -90,6 +90,12 @@ def _whole_heads(**args):
     return load_ops()["recurrent_gated_delta_rule"].fn(**{**args, **turned})
 
 
+def _halves_of_heads_swapped(args):
+    """What lies before each head's gate for what lies behind its query."""
+    heads = args["q_gate"].unflatten(-1, (-1, 2, len(args["q_weight"])))
+    return heads.flip(-2).flatten(-3)
+
+
 PACKED = "fused_recurrent_gated_delta_rule_packed_decode"
 FAULTS = {
     "weights not renormalised": (
@@ -245,6 +251,14 @@ FAULTS = {
     "token in the next slot": (
         "qk_norm_rope_cache",
         _changed("qk_norm_rope_cache", slot_mapping=lambda a: (a["slot_mapping"] - 1).clamp(min=0)),
+    ),
+    "gate and query for each other": (
+        "fused_qk_rmsnorm_rope_gate",
+        _changed("fused_qk_rmsnorm_rope_gate", q_gate=_halves_of_heads_swapped),
+    ),
+    "query norm for the keys": (
+        "fused_qk_rmsnorm_rope_gate",
+        _changed("fused_qk_rmsnorm_rope_gate", k_weight=lambda a: a["q_weight"]),
     ),
     "epsilon of another config": ("rms_norm", lambda **a: rms(**a, eps=1e-5)),
     "no epsilon": ("rms_norm", lambda **a: rms(**a, eps=0.0)),

@@ -29,6 +29,7 @@ ROW_OPS = {
     "rms_norm_gated": ("x", "z"),
     "mul_sigmoid": ("x", "gate"),
     "topk_softmax": ("gating_output",),
+    "fused_qk_rmsnorm_rope_gate": ("q_gate", "k", "positions"),
 }
 CLAIMS = [
     (OPS[name], impl)
@@ -75,6 +76,15 @@ def drawn(op: str, width: int, dtype: torch.dtype, form: str) -> dict:
             "gating_output": normal(ROWS, width),
             "topk": 4,
             "renormalize": form == "tanh",
+        },
+        "fused_qk_rmsnorm_rope_gate": lambda: {
+            "q_gate": normal(ROWS, 2 * width),
+            "k": normal(ROWS, width),
+            "q_weight": normal(width // 2),
+            "k_weight": normal(width // 2),
+            "cos_sin_cache": torch.cat((angles.cos(), angles.sin()), dim=-1),
+            "positions": torch.arange(ROWS) + 3,
+            "epsilon": 1e-6,
         },
         "rotary_embedding": lambda: {
             "positions": torch.arange(ROWS) + 3,

@@ -79,6 +79,9 @@ GATED = {"GATED": True, "INPUTS": 1024, "OUTPUTS": 64, "COLUMNS": 256, "SPLITS":
 ADDS = {"ADDS": True, "NORMS": False, "PARTS": 1, "PARTS_BLOCK": 1}
 CACHE = {"NUM_HEADS": 16, "NUM_KV_HEADS": 8, "HEAD_SIZE": 128, "COLUMNS": 64, "BLOCK_SIZE": 16}
 CACHE |= {"HEADS": 4, "HAS_WEIGHTS": True, "LIMIT": 0.0}
+GATE = {"NUM_HEADS": 16, "NUM_KV_HEADS": 2, "HEAD_SIZE": 256, "ROTARY_DIM": 64, "COLUMNS": 256}
+ODD_HEADS = {"NUM_KV_HEADS": 16, "HEAD_SIZE": 80, "ROTARY_DIM": 20, "COLUMNS": 128}
+GATE_WEIGHTS = {"q_weight_ptr": F32, "k_weight_ptr": F32}
 FP8 = {"key_cache_ptr": "*fp8e4nv", "value_cache_ptr": "*fp8e4nv"}
 CONV = {"WIDTH": 4, "HAS_BIAS": False, "SILU": True, "CHANNELS": 128}
 PROMPT_CONV = CONV | {"TOKENS": 32, "REQUESTS": 8}
@@ -134,6 +137,8 @@ KERNELS: list[Row] = [
     ),
     ("triton_cache", "_qk_norm_rope_cache_kernel", CACHE, {}),
     ("triton_cache", "_qk_norm_rope_cache_kernel", CACHE | {"LIMIT": 448.0}, FP8),
+    ("triton_qk_norm_gate", "_qk_norm_rope_gate_kernel", GATE, GATE_WEIGHTS),
+    ("triton_qk_norm_gate", "_qk_norm_rope_gate_kernel", GATE | ODD_HEADS, GATE_WEIGHTS),
     ("triton_attention", "_decode_kernel", DECODE | {"SPLITS": 8}, SINGLE),
     (
         "triton_attention",

@@ -195,17 +195,18 @@ def test_a_model_that_watching_changes_is_told(qwen, monkeypatch, capsys):
     assert "INTRUSIVE" in capsys.readouterr().out
 
 
-def test_steps_that_an_op_joins_are_hidden_in_the_next_that_is_laid_down():
+@pytest.mark.parametrize("joined", ["qk_norm_rope_cache", "fused_qk_rmsnorm_rope_gate"])
+def test_steps_that_an_op_joins_are_hidden_in_the_next_that_is_laid_down(joined):
     order = ["self_attn.qkv_proj", "self_attn.q_norm", "self_attn.rotary_emb", "self_attn.attn"]
     want = {name: np.ones((4, 2)) for name in order}
     told = {f"tap.{kind}.{name}": rows for kind in ("f32", "f64") for name, rows in want.items()}
     ours = {"self_attn.qkv_proj": want[order[0]], "self_attn.attn": want[order[3]] * 1.5}
-    choices = {"qk_norm_rope_cache": "native", "paged_attention": "sdpa", "linear": "torch"}
+    choices = {joined: "native", "paged_attention": "sdpa", "linear": "torch"}
     steps = bisect_steps.compare(order, told, ours, choices)
     assert [step.name for step in steps] == ["self_attn.qkv_proj", "self_attn.attn"]
     blamed = bisect_steps.blame(steps, SMALLEST)
     assert blamed.hidden == ("self_attn.q_norm", "self_attn.rotary_emb")
-    assert blamed.ops == ("qk_norm_rope_cache[native]", "paged_attention[sdpa]")
+    assert blamed.ops == (f"{joined}[native]", "paged_attention[sdpa]")
     assert "hidden in it" in blamed.words
 
 

@@ -16,6 +16,7 @@ from vllmx.config import VllmConfig
 from vllmx.exceptions import CheckpointError
 from vllmx.ir.select import OpTable
 from vllmx.layers.attention import Attention
+from vllmx.layers.fused_qk_norm_rope import FusedQKNormRopeGate
 from vllmx.layers.gated_delta_net import QwenGatedDeltaNetAttention
 from vllmx.layers.layernorm import GemmaRMSNorm
 from vllmx.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -71,12 +72,28 @@ class Qwen3NextAttention(nn.Module):
             heads, head_dim, head_dim**-0.5, kv_heads, prefix=f"{prefix}.attn", **shared
         )
         self._gate = ops.bind("mul_sigmoid")
+        self.fused_gate = None
+        if self.attn_output_gate:
+            norms = (self.q_norm, self.k_norm)
+            self.fused_gate = FusedQKNormRopeGate.of(*norms, self.rotary_emb, ops)
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         """positions: int64 [T]; hidden_states: [T, H] -> [T, H]."""
         qkv = self.qkv_proj(hidden_states)
         queries = qkv.shape[-1] - 2 * self.kv_size
         q, k, v = qkv.split((queries, self.kv_size, self.kv_size), dim=-1)
+        gate: Tensor | None
+        if self.fused_gate is not None and self.fused_gate.takes(positions):
+            q, k, gate = self.fused_gate(positions, q, k)
+        else:
+            q, k, gate = self._separately(positions, q, k)
+        out = self.attn(q, k, v)
+        return self.o_proj(out if gate is None else self._gate(out, gate))
+
+    def _separately(
+        self, positions: Tensor, q: Tensor, k: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries and keys as attention takes them, and the gate that lay among the queries."""
         gate = None
         if self.attn_output_gate:
             q, gate = q.unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
@@ -84,8 +101,7 @@ class Qwen3NextAttention(nn.Module):
         q = self.q_norm(q.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         k = self.k_norm(k.unflatten(-1, (-1, self.head_dim))).flatten(-2)
         q, k = self.rotary_emb(positions, q, k)
-        out = self.attn(q, k, v)
-        return self.o_proj(out if gate is None else self._gate(out, gate))
+        return q, k, gate
 
 
 class Qwen3NextDecoderLayer(nn.Module):
