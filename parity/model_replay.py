@@ -67,6 +67,7 @@ OF_REAL = {
     "smollm2-135m": "llama",
     "gemma3-270m": "gemma3",
     "qwen2.5-coder-0.5b": "qwen2",
+    "qwen2.5-coder-1.5b": "qwen2",
     "iglm": "gpt2",
     "iglm-s": "gpt2",
 }

@@ -64,6 +64,17 @@ ANTIBODIES = [
     [31, 27, 8],
 ]
 """Beginnings of antibodies: the kind of chain, the species, residues of known frameworks."""
+QWEN2_TEXTS = [
+    [785, 6722, 315, 9625, 374],
+    [750, 75698, 1445, 982],
+    [12522, 5193, 264, 882, 11, 304, 264, 2613, 14126, 553, 279, 9396, 11],
+    [28253, 88955, 518],
+    [852, 2326, 5711, 315, 264, 5567, 7974, 510, 16, 13],
+    [785, 3974, 13876, 38835],
+    [641, 220, 16, 24, 21, 24, 11, 279, 1156, 12677],
+    [48, 25, 3555, 374, 220, 16, 17, 3039, 220, 16, 17, 5267, 32, 25],
+]
+"""What TEXT has of them, in the tokens of Qwen2."""
 TEXT = {
     "smollm2-135m": [
         [504, 3575, 282, 4649, 314],
@@ -99,16 +110,8 @@ TEXT = {
             236881,
         ],
     ],
-    "qwen2.5-coder-0.5b": [
-        [785, 6722, 315, 9625, 374],
-        [750, 75698, 1445, 982],
-        [12522, 5193, 264, 882, 11, 304, 264, 2613, 14126, 553, 279, 9396, 11],
-        [28253, 88955, 518],
-        [852, 2326, 5711, 315, 264, 5567, 7974, 510, 16, 13],
-        [785, 3974, 13876, 38835],
-        [641, 220, 16, 24, 21, 24, 11, 279, 1156, 12677],
-        [48, 25, 3555, 374, 220, 16, 17, 3039, 220, 16, 17, 5267, 32, 25],
-    ],
+    "qwen2.5-coder-0.5b": QWEN2_TEXTS,
+    "qwen2.5-coder-1.5b": QWEN2_TEXTS,
     "iglm": ANTIBODIES,
     "iglm-s": ANTIBODIES,
 }
@@ -120,7 +123,7 @@ class ModelEntry:
     """One model: where its weights come from, and the lengths of its random sequences.
 
     tiny: seeded weights that vllmx/tiny writes; else a model of conf/model, quantised or not.
-    longest: tokens that a sequence may have.
+    longest: tokens that a sequence may have. large: decoding one by one takes minutes.
     """
 
     name: str
@@ -133,6 +136,7 @@ class ModelEntry:
     lanes: tuple[str, ...] = FLOAT32
     quantised: bool = False
     longest: int = 1024
+    large: bool = False
 
     @property
     def dtype(self) -> str:
@@ -215,6 +219,7 @@ MODELS = {
         ModelEntry("smollm2-135m", vocab_size=49152, **REAL),
         ModelEntry("gemma3-270m", vocab_size=262144, **REAL),
         ModelEntry("qwen2.5-coder-0.5b", vocab_size=151936, **REAL),
+        ModelEntry("qwen2.5-coder-1.5b", vocab_size=151936, large=True, **REAL),
         ModelEntry("iglm", vocab_size=33, **ANTIBODY),
         ModelEntry("iglm-s", vocab_size=33, **ANTIBODY),
         ModelEntry("tiny-llama", **TINY),
@@ -255,12 +260,14 @@ def modes_of(entry: ModelEntry, provider: str, device: str = "cpu") -> tuple[str
     """The modes of a model with a provider.
 
     The definitions expand quantised weights on every call: decoding would take minutes, and the
-    tiny models show it. A GPU computes what its golden is of, float32, with the
-    tiny models only.
+    tiny models show it. A large model is asked in batches alone, as it is served. A GPU computes
+    what its golden is of, float32, with the tiny models only.
     """
     if device == "cuda":
         float32 = entry.tiny and entry.dtype == "float32"
         return GPU_MODES if float32 and provider == "auto" else ()
+    if entry.large:
+        return ("batch",) if provider == "auto" else ()
     return ("bs1",) if provider == "torch" and entry.quantised else MODES
 
 
