@@ -13,7 +13,17 @@ from vllmx.ir.ops.fused_moe import SCORINGS
 from vllmx.layers.fused_moe import FusedMoE
 from vllmx.tiny.checkpoint import save
 from vllmx.tiny.configs import FAMILIES, HYBRIDS, SISTERS, WITH_EXPERTS, config_of
-from vllmx.tiny.margins import CODE, ROUTERS, SIGMOID, SUFFIX, codes
+from vllmx.tiny.margins import (
+    CODE,
+    ROUTERS,
+    SIGMOID,
+    SUFFIX,
+    Routing,
+    _before,
+    _order,
+    _wanted,
+    codes,
+)
 from vllmx.tiny.tensors import shapes
 
 TOKENS = np.random.default_rng(7).integers(3, 1024, 200).tolist()
@@ -149,3 +159,16 @@ def test_what_the_models_for_float32_decide_a_rounding_changes(name: str, tmp_pa
     _, choices_too = told(tmp_path / "model", torch.bfloat16)
     assert not same(choices, choices_too)
     assert far(choices, choices_too) < 1
+
+
+def test_ties_among_what_is_drawn_fall_the_same_way_on_every_processor() -> None:
+    """A sort that is not stable puts equal numbers in another order where registers are wider."""
+    drawn = np.repeat(np.float32([0.5, -0.5, 0.25, 1.0]), 256)
+    equal = [np.flatnonzero(drawn == value)[::-1] for value in (-0.5, 0.25, 0.5, 1.0)]
+    order = np.concatenate(equal).tolist()
+    before = _before(drawn)
+    assert [before[token] for token in order] == [order[-1], *order[:-1]]
+    routing = Routing(chosen=2, groups=2, kept=1)
+    wanted = _wanted(routing, 1, 8, lambda name, shape: np.zeros(shape, np.float32))
+    assert wanted.tolist() == [[1.0, 1.5, 0, 0, 0, 0, 0, 0]]
+    assert _order(routing, np.zeros(8, np.float32)).tolist() == [*range(8)]

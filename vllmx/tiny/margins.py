@@ -145,23 +145,27 @@ def _wanted(routing: Routing, vocab_size: int, experts: int, draw: Draw) -> np.n
     and so on, 0 for those that it does not. All are of as many groups as are kept."""
     drawn = draw("experts", (vocab_size, experts))
     if routing.groups > 1:
-        groups = draw("groups", (vocab_size, routing.groups)).argsort(axis=1).argsort(axis=1)
+        groups = draw("groups", (vocab_size, routing.groups)).argsort(axis=1, kind="stable")
+        groups = groups.argsort(axis=1, kind="stable")
         out = (groups >= routing.kept).repeat(experts // routing.groups, axis=1)
         drawn = np.where(out, np.inf, drawn)
-    places = np.argsort(np.argsort(drawn, axis=1), axis=1)
+    places = np.argsort(np.argsort(drawn, axis=1, kind="stable"), axis=1, kind="stable")
     return np.where(places < routing.chosen, 1 + places / 2, 0.0)
 
 
 def _order(routing: Routing, drawn: np.ndarray) -> np.ndarray:
     """The order of what is drawn for each expert; those of a group stay together."""
     groups = drawn.reshape(routing.groups, -1)
-    within = groups.argsort(axis=1) + groups.shape[1] * np.arange(routing.groups)[:, None]
-    return within[groups[:, 0].argsort()].ravel()
+    within = (
+        groups.argsort(axis=1, kind="stable") + groups.shape[1] * np.arange(routing.groups)[:, None]
+    )
+    return within[groups[:, 0].argsort(kind="stable")].ravel()
 
 
 def _before(drawn: np.ndarray) -> np.ndarray:
-    """The token before each, in one circle of all in the order that is drawn."""
-    order = np.argsort(drawn)
+    """The token before each, in one circle of all in the order that is drawn, equal ones the last
+    first: no sort that is not stable does the same on all processors."""
+    order = len(drawn) - 1 - np.argsort(drawn[::-1], kind="stable")
     before = np.empty_like(order)
     before[order] = np.roll(order, 1)
     return before
