@@ -2,12 +2,13 @@
 """The Triton kernel of norm, rotation and gate, interpreted with a GPU's arithmetic: upstream's
 goldens, heads of any size, slices, and calls that it refuses."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from gpu_arithmetic import as_on_a_gpu
 
+from parity.gpu_arithmetic import as_on_a_gpu
 from parity.op_cells import OpCell, expected
 from parity.op_replay import Lane
 from vllmx.ir.op import OpContext
@@ -24,8 +25,9 @@ CELLS = [
 
 
 @pytest.fixture(autouse=True)
-def gpu_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_on_a_gpu(monkeypatch)
+def gpu_arithmetic() -> Iterator[None]:
+    with as_on_a_gpu():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -117,6 +117,8 @@ PLAIN_ROPE = {
     *("mrope_section", "mrope_interleaved"),
 }
 """What rope parameters may hold that don't say their type; all else belongs to one."""
+ALSO_WORDS = ("gating",)
+"""Keys that are yes, no or a word."""
 DERIVED = ("head_dim", "layer_types", "num_key_value_heads")
 """Keys that are there wherever num_attention_heads is."""
 ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
@@ -252,6 +254,8 @@ def _check_kinds(config: HFConfig, defaults: dict[str, Any]) -> None:
     """CheckpointError where a key is neither null nor of the kind of its default, if that is yes or
     no or a fraction: the word "false" is as true as any other."""
     for key, default in defaults.items():
+        if key in ALSO_WORDS:
+            continue
         if isinstance(default, (bool, float)) and config._values.get(key) is not None:
             config.read(key, type(default))
 
