@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import triton
@@ -293,13 +295,18 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str]
 
 
 def main() -> None:
-    """Compile all."""
-    found = {}
-    for number, (module, name, constants, types) in enumerate(KERNELS):
-        kernel = getattr(importlib.import_module(f"vllmx.kernels.{module}"), name)
-        found[f"{module}.{name} {number}"] = compile_kernel(kernel, constants, types)
-    found["refused"] = compile_kernel(_changes_shape_kernel, {"BLOCK": 64}, {"out_ptr": I32})
-    print(json.dumps(found))
+    """Compile all, as many at a time as there are processors."""
+    found: dict[str, Future[str]] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for number, (module, name, constants, types) in enumerate(KERNELS):
+            kernel = getattr(importlib.import_module(f"vllmx.kernels.{module}"), name)
+            found[f"{module}.{name} {number}"] = pool.submit(
+                compile_kernel, kernel, constants, types
+            )
+        found["refused"] = pool.submit(
+            compile_kernel, _changes_shape_kernel, {"BLOCK": 64}, {"out_ptr": I32}
+        )
+    print(json.dumps({name: error.result() for name, error in found.items()}))
 
 
 if __name__ == "__main__":
